@@ -30,9 +30,9 @@ from triptych.core.checkpoints.family import family_of
 from triptych.core.checkpoints.gguf import (
     Heads,
     Layout,
+    entry_of,
     find_architecture,
     in_transformers,
-    joined_in_gguf,
     layout_of,
     name_in_gguf,
     read_configuration,
@@ -42,6 +42,7 @@ from triptych.core.checkpoints.gguf import (
 from triptych.core.checkpoints.gguf.architectures import (
     Architecture,
     Joined,
+    Listed,
     architectures,
     architectures_of_type,
 )
@@ -101,6 +102,7 @@ class _Described:
 
     architecture: Architecture
     metadata: dict[str, Any]
+    lists: dict[str, list[float]]  # further metadata, without the architecture's name
     tensors: Tensors
     again: Checkpoint  # the description, read as a file
 
@@ -125,6 +127,7 @@ def write_gguf(
             f"{described.architecture.name}.{key}": value
             for key, value in described.metadata.items()
         },
+        **described.lists,
         **_token_types(described),
         "general.file_type": number,
         "general.quantization_version": 2,
@@ -229,8 +232,10 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     if architecture.equal_heads and heads.queries != heads.keys:
         raise UsageError(f"{heads.queries} heads of queries and {heads.keys} of keys")
     metadata = written_metadata(architecture, place.settings, width)
-    # Absorbed into the queries, the maps of keys leave one latent for all heads.
-    metadata["attention.head_count_kv"] = 1 if architecture.has_latents else heads.keys
+    if "attention.head_count_kv" not in architecture.by_layer:
+        # Absorbed into the queries, the maps of keys leave one latent for all heads.
+        latent = architecture.has_latents
+        metadata["attention.head_count_kv"] = 1 if latent else heads.keys
     extra: dict[str, Tensor] = {}
     if architecture.has_rotary:
         _add_scaling(model, architecture, place.settings, metadata, extra)
@@ -248,6 +253,9 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     )
     planned = _Planned(model, architecture, heads, layers, extra)
     tensors = of_one(planned)
+    for key, name in architecture.columns.items():
+        shapes = [tensors.infos[f"blk.{layer}.{name}"].shape for layer in range(layers)]
+        metadata[key] = [shape[1] for shape in shapes]
     # llama.cpp asks for it in files without a tokenizer.
     metadata["vocab_size"] = tensors.infos["token_embd.weight"].shape[0]
     whole = {"general.architecture": architecture.name}
@@ -256,17 +264,17 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     as_read, settings = find_architecture(whole, model.name, frozenset(tensors.infos))
     if as_read.unlike:
         raise UsageError(as_read.unlike)
-    shapes = {name: info.shape for name, info in tensors.infos.items()}
+    all_shapes = {name: info.shape for name, info in tensors.infos.items()}
 
     def vector(name: str) -> list[float]:
         return [float(number) for number in tensors.read(name).tolist()]
 
-    record = read_configuration(as_read, settings, shapes, vector)
+    record = read_configuration(as_read, settings, all_shapes, vector)
     family = family_of(as_read.model_type)
     assert family is not None
-    names = in_transformers(tensors, as_read, record, model.name)
+    names = in_transformers(tensors, as_read, record, planned.lists)
     again = Checkpoint(model.name, family, Settings(record, model.name), names)
-    return _Described(architecture, metadata, tensors, again)
+    return _Described(architecture, metadata, planned.lists, tensors, again)
 
 
 def _stack(model: Checkpoint) -> str:
@@ -389,11 +397,13 @@ class _Planned(TensorFile):
         self._cut: dict[str, _Part] = {}
         self._heads = heads
         self._settings = model.settings
+        self._layers = layers
         self.infos = {}
+        self.lists: dict[str, list[float]] = {}
         head = written_part(any_map(model).architecture).head
         for name in self._stored(model):
-            if (cut := joined_in_gguf(architecture, name)) is not None:
-                self._split(name, *cut, architecture)
+            if (entry := entry_of(architecture, name)) is not None:
+                self._enter(name, *entry, architecture)
                 continue
             found = name_in_gguf(architecture.name, layers, name)
             if found is None:
@@ -417,15 +427,16 @@ class _Planned(TensorFile):
                 tensor.dtype, tuple(tensor.shape), tensor.nbytes
             )
 
-    def _split(
-        self,
-        name: str,
-        joined: Joined,
-        names: tuple[str, ...],
-        architecture: Architecture,
+    def _enter(
+        self, name: str, joined: Joined | Listed, layer: int, architecture: Architecture
     ) -> None:
-        """Enter the parts of a tensor as separate tensors."""
+        """Enter the parts of a tensor as separate tensors, or its value in a list of the metadata."""
         info = self._tensors.infos[name]
+        if isinstance(joined, Listed):
+            values = self.lists.setdefault(joined.key, [0.0] * self._layers)
+            values[layer] = float(self._tensors.read(name))
+            return
+        names = [f"blk.{layer}.{part}" for part in joined.parts]
         whole = torch.empty(info.shape, dtype=info.dtype, device="meta")
         parts = split(joined, whole, self._heads, self._settings)
         for number, (there, part) in enumerate(zip(names, parts, strict=True)):

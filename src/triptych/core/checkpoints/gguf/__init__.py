@@ -11,7 +11,7 @@ from triptych.core.checkpoints.gguf.metadata import (
     read_configuration as read_configuration,
 )
 from triptych.core.checkpoints.gguf.metadata import written_metadata as written_metadata
-from triptych.core.checkpoints.gguf.names import joined_in_gguf as joined_in_gguf
+from triptych.core.checkpoints.gguf.names import entry_of as entry_of
 from triptych.core.checkpoints.gguf.names import name_in_gguf as name_in_gguf
 from triptych.core.checkpoints.gguf.row_orders import Heads as Heads
 from triptych.core.checkpoints.gguf.row_orders import Layout as Layout

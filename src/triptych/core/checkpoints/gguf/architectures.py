@@ -25,6 +25,15 @@ class Joined(Spec):
 
 
 @final
+class Listed(Spec):
+    """A tensor of each layer of `transformers` whose single value a file lists in its metadata."""
+
+    key: str  # of the list, without an architecture
+    name: str  # in `transformers`, without the prefix; "{layer}" is the number of the layer
+    shape: tuple[int, ...] = ()
+
+
+@final
 class Architecture(Spec):
     """An architecture of llama.cpp; the file documents the fields."""
 
@@ -41,6 +50,8 @@ class Architecture(Spec):
     derived: dict[str, str] = Field(default_factory=dict)
     config: dict[str, str] = Field(default_factory=dict)
     nulls: tuple[str, ...] = ()
+    by_layer: tuple[str, ...] = ()  # fields with a list of a value for each layer
+    columns: dict[str, str] = Field(default_factory=dict)
     there: dict[str, str] = Field(default_factory=dict)
     rows: dict[str, str] = Field(default_factory=dict)
     rotary: str = ""  # "" if all channels are rotated, or without rotary positions
@@ -62,6 +73,7 @@ class Architecture(Spec):
     windows: bool = False  # True if the metadata list the layers with a window
     has_head: bool = True  # False if llama.cpp computes the last hidden states alone
     joined: tuple[Joined, ...] = ()
+    listed: tuple[Listed, ...] = ()
     # True if llama.cpp does not divide the logits of a tied table by a root
     unscaled_logits: bool = False
     # value by whose root `transformers` divides the logits of an output table as well

@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from triptych.core.checkpoints.family import Family, family_of
+from triptych.core.checkpoints.family import family_of
 from triptych.core.checkpoints.gguf.architectures import Architecture, Joined
 from triptych.core.checkpoints.gguf.metadata import (
     find_architecture,
@@ -31,7 +31,13 @@ from triptych.core.checkpoints.written_files import WrittenFiles
 from triptych.core.storage.gguf import SHARD, SUFFIX, Gguf, shards_of
 from triptych.core.storage.hub import fetch_files
 from triptych.core.storage.settings import Settings
-from triptych.core.storage.tensors import TensorFile, TensorInfo, Tensors, of_one
+from triptych.core.storage.tensors import (
+    InMemory,
+    TensorFile,
+    TensorInfo,
+    Tensors,
+    of_one,
+)
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.extras import require_extra
 from triptych.files import write_json, write_text
@@ -52,6 +58,7 @@ _LAYERS = (
     "n_layers",
     "num_layers",
     "num_decoder_layers",
+    "num_transformer_layers",
 )
 
 
@@ -101,7 +108,7 @@ class GgufModel(WrittenFiles):
             file.through(MappedBytes(path)) if mapped else file for path, file in files
         ]
         return in_transformers(
-            of_several(read, self.name), self.architecture, self.record, self.name
+            of_several(read, self.name), self.architecture, self.record, self.metadata
         )
 
     def write_beside(self, folder: Path) -> None:
@@ -165,12 +172,27 @@ def find_gguf(folder: Path) -> Path | None:
 
 
 def in_transformers(
-    tensors: Tensors, architecture: Architecture, record: Mapping[str, Any], name: str
+    tensors: Tensors,
+    architecture: Architecture,
+    record: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> Tensors:
     """Return the tensors of a GGUF file under the names, and in the layouts, of `transformers`."""
-    family = family_of(architecture.model_type)
-    assert family is not None, architecture.model_type
-    return of_one(_Renamed(tensors, architecture, record, family, name))
+    renamed = of_one(_Renamed(tensors, architecture, record))
+    if not architecture.listed:
+        return renamed
+    lists = dict[str, Tensor]()
+    for entry in architecture.listed:
+        values = metadata.get(entry.key)
+        layers = record["num_hidden_layers"]
+        if not isinstance(values, list) or len(values) != layers:
+            raise DataError(
+                f"{tensors.name}: {entry.key} is no list of {layers} numbers, one of each layer"
+            )
+        for layer, value in enumerate(values):
+            name = f"{architecture.prefix}{entry.name.format(layer=layer)}"
+            lists[name] = torch.full(entry.shape, float(value))
+    return renamed.replacing(lists.keys(), InMemory(tensors.name, lists))
 
 
 @final
@@ -182,9 +204,10 @@ class _Renamed(TensorFile):
         tensors: Tensors,
         architecture: Architecture,
         record: Mapping[str, Any],
-        family: Family,
-        name: str,
     ) -> None:
+        family = family_of(architecture.model_type)
+        assert family is not None, architecture.model_type
+        name = tensors.name
         self.name = name
         self._tensors = tensors
         # name in the file, number of the expert in a stack, and layout, by name in `transformers`
@@ -306,23 +329,16 @@ class _Renamed(TensorFile):
         return self.read(name)[start:stop]
 
 
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+
+
 def _heads(record: Mapping[str, Any]) -> Heads:
-    queries = next(
-        (
-            record[key]
-            for key in ("num_attention_heads", "n_head", "n_heads", "num_heads")
-            if key in record
-        ),
-        1,
-    )
-    keys = next(
-        (
-            record[key]
-            for key in ("num_key_value_heads", "num_kv_heads")
-            if key in record
-        ),
-        None,
-    )
+    queries = next((record[key] for key in _HEADS if key in record), 1)
+    keys = next((record[key] for key in _KEY_HEADS if key in record), None)
+    if isinstance(queries, list) and isinstance(keys, list):
+        # No layout of models whose layers differ depends on heads.
+        return Heads(1, 1)
     if keys is None:
         keys = 1 if record.get("multi_query") else queries
     if not all(

@@ -142,7 +142,9 @@ def read_configuration(
     for key, expression in architecture.fields.items():
         path = _first(expression)
         value = settings.value(key)
-        if isinstance(value, list):
+        if key in architecture.by_layer and isinstance(value, int):
+            value = [value] * settings.count("block_count")
+        if isinstance(value, list) and key not in architecture.by_layer:
             raise DataError(
                 f"{settings.where}: {key} differs between its layers, which is not read"
             )
@@ -169,6 +171,7 @@ def read_configuration(
 def unfollowed(architecture: Architecture, settings: Settings) -> list[str]:
     """Return the unsupported keys of the architecture's metadata."""
     known = {*architecture.fields, *architecture.derived, *_HARMLESS, *defaults()}
+    known |= architecture.columns.keys()
     known |= {f"rope.scaling.{name}" for name in _OF_SCALING}
     if architecture.windows:
         known.add("attention.sliding_window_pattern")

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from triptych.core.checkpoints.family import Family
-from triptych.core.checkpoints.gguf.architectures import Architecture, Joined
+from triptych.core.checkpoints.gguf.architectures import Architecture, Joined, Listed
 
 _SUFFIXES = (".weight", ".bias")
 _WITHIN = (
@@ -70,17 +70,17 @@ def name_in_gguf(
     return None
 
 
-def joined_in_gguf(
+def entry_of(
     architecture: Architecture, name: str
-) -> tuple[Joined, tuple[str, ...]] | None:
-    """Return how a file holds a tensor that the architecture names, and the names of its parts there."""
+) -> tuple[Joined | Listed, int] | None:
+    """Return the architecture's entry for a tensor of `transformers` and the tensor's layer, or None."""
     layer = _LAYER.search(name)
     if layer is None:
         return None
     template = f"{name[: layer.start()]}{{layer}}{name[layer.end() :]}"
-    for joined in architecture.joined:
-        if template.endswith(joined.name):
-            return joined, tuple(f"blk.{layer[0]}.{part}" for part in joined.parts)
+    for entry in (*architecture.joined, *architecture.listed):
+        if template.endswith(entry.name):
+            return entry, int(layer[0])
     return None
 
 
@@ -95,7 +95,8 @@ def names_in_transformers(
     for name, (_, there) in _table(architecture.name, layers).mapping.items():
         bare = _bare(name)
         left_out = any(bare.endswith(end) for end in architecture.left_out)
-        if name == there or left_out or not _is_of_family(bare, templates):
+        of_table = name == there and bare != head  # which lists its own names, too
+        if of_table or left_out or not _is_of_family(bare, templates):
             continue
         # A whole name in the family file precedes the name of a submodule of a named module.
         if own.get(there) != head and (
