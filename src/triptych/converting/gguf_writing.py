@@ -45,6 +45,7 @@ from triptych.core.checkpoints.gguf.architectures import (
     Listed,
     architectures,
     architectures_of_type,
+    refusals,
 )
 from triptych.core.checkpoints.model_map import has_two_stacks
 from triptych.core.storage import (
@@ -72,9 +73,10 @@ _TYPES: dict[Quantization, tuple[str, int]] = {
     "int8": ("Q8_0", 7),
 }
 _BLOCK = 32  # numbers of a block of Q8_0
+_ROUTER = "ffn_gate_inp.weight"
 # Maps that llama.cpp multiplies in float32 whatever the file's type.
 _KEPT_WIDE = (
-    *("ffn_gate_inp.weight", "position_embd.weight", "rope_freqs.weight"),
+    *(_ROUTER, "position_embd.weight", "rope_freqs.weight"),
     *("token_types.weight", "attn_rel_b.weight"),
 )
 _FLOATS = (
@@ -186,12 +188,10 @@ def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
         if not one.unlike and one.has_two_stacks == has_two_stacks(model)
     ]
     if not candidates:
-        known = ", ".join(
-            sorted({*chain.from_iterable(one.types for one in architectures())})
-        )
+        known = sorted({*chain.from_iterable(one.types for one in architectures())})
+        why = refusals().get(model_type, f"these are: {', '.join(known)}")
         raise UsageError(
-            f"{model.name}: models of the type {shown(model_type)} are not written in GGUF; these are: "
-            f"{known}"
+            f"{model.name}: models of the type {shown(model_type)} are not written in GGUF: {why}"
         )
     any_map(model)  # raises the reason why a model cannot be run
     reasons: list[str] = []
@@ -206,13 +206,14 @@ def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
         if not found:
             return described, notes
         if (window := windows_only(fitted, found)) is not None:
-            longest = model.settings.value(architecture.fields["context_length"])
+            longest = described.metadata["context_length"]
             described = replace(
                 described, metadata={**described.metadata, "context_length": window}
             )
             note = f"context {window:,} of {longest:,} tokens: {architecture.name} of llama.cpp has no window"
             return described, (*notes, note)
         reasons.append(f"{'; '.join(found[:4])}{' …' if len(found) > 4 else ''}")
+        reasons += architecture.advised(fitted.settings)[:1]
     said = " / ".join(dict.fromkeys(reasons))
     raise UsageError(
         f"{model.name}: {candidates[0].name} of llama.cpp has no place for it: {said}"
@@ -256,6 +257,13 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     for key, name in architecture.columns.items():
         shapes = [tensors.infos[f"blk.{layer}.{name}"].shape for layer in range(layers)]
         metadata[key] = [shape[1] for shape in shapes]
+    if "leading_dense_block_count" in metadata:
+        routed = [
+            layer
+            for layer in range(layers)
+            if f"blk.{layer}.{_ROUTER}" in tensors.infos
+        ]
+        metadata["leading_dense_block_count"] = min(routed, default=layers)
     # llama.cpp asks for it in files without a tokenizer.
     metadata["vocab_size"] = tensors.infos["token_embd.weight"].shape[0]
     whole = {"general.architecture": architecture.name}
@@ -346,6 +354,10 @@ def _add_scaling(
         )
         if original:
             metadata["rope.scaling.original_context_length"] = int(original)
+    elif kind == "dynamic" and chosen.rotary.long is None:
+        # NTK's rule is another base, which all frequencies but the first determine.
+        base = float(frequencies[-1]) ** (-len(frequencies) / (len(frequencies) - 1))
+        metadata["rope.freq_base"] = base
     elif architecture.rope_factors and chosen.rotary.long is None:
         extra[_FACTORS] = divisors.float()
 

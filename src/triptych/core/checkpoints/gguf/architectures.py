@@ -7,7 +7,7 @@ from typing import Any, Literal, final
 
 from pydantic import Field
 
-from triptych.core.checkpoints.specs import Spec
+from triptych.core.checkpoints.specs import Choice, Spec
 from triptych.core.storage.settings import Settings
 
 _FILE = files("triptych.core.checkpoints.gguf") / "architectures.toml"
@@ -80,11 +80,16 @@ class Architecture(Spec):
     over_root: str = ""
     # difference between the model and llama.cpp's result, if files are read but not written
     unlike: str = ""
+    advice: tuple[Choice, ...] = ()  # where llama.cpp would compute something else
 
     @property
     def model_type(self) -> str:
         """The model type of files of this architecture."""
         return next(iter(self.types))
+
+    def advised(self, settings: Settings) -> list[str]:
+        """Return what may help if llama.cpp would compute something else of this configuration."""
+        return [one.value for one in self.advice if settings.holds(one.when)]
 
     @property
     def has_latents(self) -> bool:
@@ -98,22 +103,28 @@ class Architecture(Spec):
 
 
 @cache
+def _record() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+@cache
 def _all() -> tuple[tuple[Architecture, ...], dict[str, str]]:
-    record = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    record = _record()
     entries: list[dict[str, Any]] = record["architecture"]
+    whole = {entry["name"]: entry for entry in entries if "like" not in entry}
     found = []
-    for number, entry in enumerate(entries):
+    for own in entries:
+        entry = dict(own)
         if (like := entry.pop("like", None)) is not None:
-            other = next(
-                one
-                for one in entries[number + 1 :]
-                if one["name"] == like and "like" not in one
-            )
-            # An entry "like" another entry inherits all its keys except `nulls`.
+            other = whole[like]
+            # An entry "like" another entry inherits its keys, except `nulls`.
             entry = {
                 **other,
                 **entry,
-                "config": {**other["config"], **entry.get("config", {})},
+                **{
+                    field: {**other.get(field, {}), **entry.get(field, {})}
+                    for field in ("fields", "config")
+                },
                 "nulls": (),
             }
         common = entry.pop("common", None)
@@ -139,6 +150,12 @@ def architectures() -> tuple[Architecture, ...]:
 def defaults() -> dict[str, str]:
     """Return what llama.cpp takes for missing keys, as expressions over the metadata."""
     return _all()[1]
+
+
+def refusals() -> dict[str, str]:
+    """Return why models are not written that llama.cpp knows, by their type."""
+    found: dict[str, str] = _record()["refused"]
+    return found
 
 
 def architecture_of(name: str, metadata: Settings) -> Architecture | None:

@@ -249,7 +249,11 @@ def _read_positions(
         if attention is not None:
             scaling["attention_factor"] = attention
         record["original_max_position_embeddings"] = original
-    if scaling:
+    parameters = record.get("rope_parameters", {})
+    if "rope_type" in parameters:
+        base = settings.value("rope.freq_base")
+        record["rope_parameters"] = {**parameters, "rope_theta": base, **scaling}
+    elif scaling:
         record["rope_scaling"] = scaling
 
 
@@ -265,7 +269,7 @@ def _scaling(architecture: Architecture, settings: Settings) -> dict[str, Any]:
         raise DataError(
             f"{settings.where}: rope.scaling.type is {shown(kind)}: linear and yarn are read"
         )
-    found = {"rope_type": "yarn", "factor": factor}
+    found = {"rope_type": "yarn", "factor": factor, "truncate": True}
     for key, name in (
         ("original_context_length", "original_max_position_embeddings"),
         ("yarn_beta_fast", "beta_fast"),
@@ -367,6 +371,9 @@ def written_metadata(
     """
     found = {}
     for key, expression in {**architecture.fields, **architecture.derived}.items():
+        if key == "rope.freq_base":
+            # As in family files: a default of the class may be in the older place.
+            expression = f"rope_parameters.rope_theta | {expression}"
         value = settings.value(expression)
         if value is not None:
             found[key] = value

@@ -16,6 +16,7 @@ _SUFFIXES = (".weight", ".bias")
 _WITHIN = (
     "transformer.",
     "model.language_model.",
+    "model.text_model.",
     "language_model.model.",
     "language_model.",
     "bert.",
