@@ -355,7 +355,7 @@ def _add_scaling(
         if original:
             metadata["rope.scaling.original_context_length"] = int(original)
     elif kind == "dynamic" and chosen.rotary.long is None:
-        # NTK's rule is another base, which all frequencies but the first determine.
+        # NTK's rule is another base: all frequencies but the first determine it.
         base = float(frequencies[-1]) ** (-len(frequencies) / (len(frequencies) - 1))
         metadata["rope.freq_base"] = base
     elif architecture.rope_factors and chosen.rotary.long is None:

@@ -307,8 +307,7 @@ class TaskHeadConfig:
     pooling: Pooling
     maps: tuple[TaskMapConfig, ...]
     labels: tuple[str, ...]  # names of the logits
-    # padding token of "last" and "next" (None without one), end token of "end"
-    token: int | None = None
+    token: int | None = None  # padding token of "last" and "next", end token of "end"
     several: bool = False  # True = a text may have several labels
     # True if the decoder input, the text once more, begins with the last token of the text instead of the
     # start token of targets

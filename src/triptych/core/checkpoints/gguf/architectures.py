@@ -17,7 +17,7 @@ _FILE = files("triptych.core.checkpoints.gguf") / "architectures.toml"
 class Joined(Spec):
     """A tensor of `transformers` in parts in a file, or under a name that the package `gguf` lacks."""
 
-    name: str  # in `transformers`, without the prefix; "{layer}" is the number of the layer
+    name: str  # name in `transformers` without the prefix; "{layer}" is the number of the layer
     parts: tuple[str, ...]  # names in a file, without the layer
     # order of the parts' rows in the tensor
     order: Literal["", "halves", "alternating", "by group", "latents"] = ""
@@ -28,8 +28,8 @@ class Joined(Spec):
 class Listed(Spec):
     """A tensor of each layer of `transformers` whose single value a file lists in its metadata."""
 
-    key: str  # of the list, without an architecture
-    name: str  # in `transformers`, without the prefix; "{layer}" is the number of the layer
+    key: str  # key of the list; the architecture is not part of it
+    name: str  # name in `transformers` without the prefix; "{layer}" is the number of the layer
     shape: tuple[int, ...] = ()
 
 
@@ -80,7 +80,8 @@ class Architecture(Spec):
     over_root: str = ""
     # difference between the model and llama.cpp's result, if files are read but not written
     unlike: str = ""
-    advice: tuple[Choice, ...] = ()  # where llama.cpp would compute something else
+    # what to change if llama.cpp would compute something else
+    advice: tuple[Choice, ...] = ()
 
     @property
     def model_type(self) -> str:

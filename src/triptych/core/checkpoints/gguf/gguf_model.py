@@ -246,7 +246,7 @@ class _Renamed(TensorFile):
         architecture: Architecture,
         settings: Settings,
     ) -> list[str]:
-        """Enter the tensors of `transformers` that are joined of parts; return all other names."""
+        """Enter joined tensors of `transformers`; return the names of all other tensors."""
         used: set[str] = set()
         for first in stored:
             layer = first.removeprefix("blk.").removesuffix(f".{joined.parts[0]}")
@@ -337,7 +337,7 @@ def _heads(record: Mapping[str, Any]) -> Heads:
     queries = next((record[key] for key in _HEADS if key in record), 1)
     keys = next((record[key] for key in _KEY_HEADS if key in record), None)
     if isinstance(queries, list) and isinstance(keys, list):
-        # No layout of models whose layers differ depends on heads.
+        # Heads of each layer: no layout of such models depends on them.
         return Heads(1, 1)
     if keys is None:
         keys = 1 if record.get("multi_query") else queries

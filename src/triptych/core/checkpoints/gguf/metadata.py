@@ -372,7 +372,7 @@ def written_metadata(
     found = {}
     for key, expression in {**architecture.fields, **architecture.derived}.items():
         if key == "rope.freq_base":
-            # As in family files: a default of the class may be in the older place.
+            # The same order as in family files: `rope_theta` may be a default of the class.
             expression = f"rope_parameters.rope_theta | {expression}"
         value = settings.value(expression)
         if value is not None:

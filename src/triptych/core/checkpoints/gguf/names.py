@@ -96,7 +96,8 @@ def names_in_transformers(
     for name, (_, there) in _table(architecture.name, layers).mapping.items():
         bare = _bare(name)
         left_out = any(bare.endswith(end) for end in architecture.left_out)
-        of_table = name == there and bare != head  # which lists its own names, too
+        # The table also lists the names in files.
+        of_table = name == there and bare != head
         if of_table or left_out or not _is_of_family(bare, templates):
             continue
         # A whole name in the family file precedes the name of a submodule of a named module.
