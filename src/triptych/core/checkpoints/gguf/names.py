@@ -79,7 +79,8 @@ def entry_of(
     if layer is None:
         return None
     template = f"{name[: layer.start()]}{{layer}}{name[layer.end() :]}"
-    for entry in (*architecture.joined, *architecture.listed):
+    entries: list[Joined | Listed] = [*architecture.joined, *architecture.listed]
+    for entry in entries:
         if template.endswith(entry.name):
             return entry, int(layer[0])
     return None

@@ -95,11 +95,11 @@ def split(
         case "halves":
             return whole.chunk(2, axis)
         case "alternating":
-            return whole.unflatten(axis, (-1, 2)).unbind(axis)
+            return torch.unbind(torch.unflatten(whole, axis, (-1, 2)), axis)
         case "by group":
             width = len(whole) // (heads.queries + 2 * heads.keys)
-            num_rows = (heads.queries * width, heads.keys * width, heads.keys * width)
-            return _apart(whole, heads).split(num_rows)
+            num_rows = [heads.queries * width, heads.keys * width, heads.keys * width]
+            return torch.split(_apart(whole, heads), num_rows)
         case "latents":
             # llama.cpp applies the maps of keys to queries: they are transposed.
             width = settings.count("qk_nope_head_dim | 128")
