@@ -23,13 +23,6 @@ _TASKS = (
     *("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice"),
     "NextSentencePrediction",
 )
-# Classes whose heads no family describes, and why.
-_NOT_DESCRIBED = {
-    **dict.fromkeys(
-        ("T5GemmaForSequenceClassification", "T5GemmaForTokenClassification"),
-        "the position of the token that is read is that of the text, in a decoder that begins with another",
-    ),
-}
 
 
 def _all_classes() -> dict[str, str]:
@@ -42,7 +35,7 @@ def _all_classes() -> dict[str, str]:
         words = re.sub(r"(?<!^)(?=[A-Z])", "_", task).upper()
         names = getattr(modeling_auto, f"MODEL_FOR_{words}_MAPPING_NAMES")
         found |= {names[kind]: run for kind, run in of_type.items() if kind in names}
-    return {name: run for name, run in found.items() if name not in _NOT_DESCRIBED}
+    return found
 
 
 _CLASSES = _all_classes()
@@ -202,11 +195,59 @@ def test_a_task_predicts_no_tokens_and_says_so(tmp_path: Path) -> None:
             _ = model.run(_IDS).loss
 
 
-def test_two_heads_give_the_logits_of_tokens(tmp_path: Path) -> None:
+_TWO_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "BertForPreTraining": ("bert", {}),
+    "AlbertForPreTraining": ("albert", {}),
+    "ErnieForPreTraining": ("ernie", {}),
+    "MegatronBertForPreTraining": ("megatron-bert", {}),
+    "GPT2DoubleHeadsModel": ("gpt2", {"num_labels": 1}),
+    "OpenAIGPTDoubleHeadsModel": ("openai-gpt", {"num_labels": 1}),
+}
+
+
+@pytest.mark.parametrize("name", some(_TWO_HEADS, ("BertForPreTraining", "GPT2DoubleHeadsModel")))
+def test_of_two_heads_each_gives_its_logits(name: str, tmp_path: Path) -> None:
+    tiny, changes = _TWO_HEADS[name]
+
     def configure() -> Any:
-        return transformers.GPT2Config(**{**TINY["gpt2"].settings, "num_labels": 1})
+        return TINY[tiny].configured(**changes)
+
+    model = saved(getattr(transformers, name), configure, tmp_path)
+    ids = torch.tensor([_IDS])
+    with in_float64(), torch.no_grad():
+        found = model(ids[None] if "DoubleHeads" in name else ids)
+    first, second = [found[key].squeeze(0) for key in found if key.endswith("logits")]
+    run = triptych.load(tmp_path).run(_IDS)
+    assert (run.logits - first.squeeze(0)).abs().max() < 1e-10
+    assert run.class_logits is not None
+    assert run.class_logits.shape == second.squeeze(0).reshape(-1).shape
+    assert (run.class_logits - second.reshape(-1)).abs().max() < 1e-10
+    assert run.class_labels is not None
+    assert len(run.class_labels) == len(run.class_logits)
+    assert run.labels is None
+
+
+def test_a_head_of_choices_has_the_activation_of_its_configuration(tmp_path: Path) -> None:
+    def configure() -> Any:
+        return TINY["gpt2"].configured(num_labels=1, summary_activation="tanh")
 
     model = saved(transformers.GPT2DoubleHeadsModel, configure, tmp_path)
     with in_float64(), torch.no_grad():
-        expected = model(torch.tensor([[_IDS]])).logits[0, 0]
-    assert (triptych.load(tmp_path).run(_IDS).logits - expected).abs().max() < 1e-10
+        expected = model(torch.tensor([[_IDS]])).mc_logits
+    found = triptych.load(tmp_path).run(_IDS).class_logits
+    assert found is not None
+    assert (found - expected.reshape(-1)).abs().max() < 1e-10
+
+
+def test_a_changed_pair_changes_the_logits_of_both_heads_and_one_head_has_none(tmp_path: Path) -> None:
+    saved(transformers.BertForPreTraining, TINY["bert"].configured, tmp_path / "two")
+    model = triptych.load(tmp_path / "two")
+    before = model.run(_IDS)
+    after = model.ablate(["0.1"]).run(_IDS)
+    assert before.class_labels == ("next", "random")
+    assert not torch.equal(after.class_logits, before.class_logits)
+    model.rewrite("fold_value_bias").save(tmp_path / "out")
+    again = triptych.load(tmp_path / "out").run(_IDS)
+    assert torch.allclose(again.class_logits, before.class_logits)
+    saved(transformers.BertForMaskedLM, TINY["bert"].configured, tmp_path / "one")
+    assert triptych.load(tmp_path / "one").run(_IDS).class_logits is None

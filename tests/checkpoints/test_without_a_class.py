@@ -84,7 +84,8 @@ def openelm(folder: Path) -> nn.Module:
     record = {
         **{"model_type": "openelm", "model_dim": 24, "num_transformer_layers": 2, "head_dim": 6},
         **{"num_query_heads": heads, "num_kv_heads": groups, "ffn_multipliers": (1.5, 2.0)},
-        **{"ffn_with_glu": True, "ffn_dim_divisor": 16, "normalize_qk_projections": True, "vocab_size": 40},
+        **{"ffn_with_glu": True, "ffn_dim_divisor": 16, "normalize_qk_projections": True},
+        **{"vocab_size": SIZES["vocab_size"]},
         **{"activation_fn_name": "swish", "normalization_layer_name": "rms_norm", "rope_max_length": 128},
         **{"rope_freq_constant": 10000, "share_input_output_layers": False, "max_context_length": 64},
     }

@@ -9,10 +9,12 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import triptych
 from checkpoints.runs import some
+from checkpoints.test_without_a_class import SIZES, internlm2, internlm3, openelm
 from checkpoints.tiny_models import TINY
 from hub_server import in_place_of_the_hub
 from llama_cpp import LlamaCpp, encoded, translated
@@ -37,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama, biases": {},
     "mistral": {"sliding_window": None},
     "mixtral": {},
+    "mixtral, another base": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
     "qwen2": {},
     "qwen3": {},
     "qwen2_moe": _NO_MIXED_LAYERS,
@@ -83,7 +86,31 @@ FAMILIES |= {
     "dots1": {**_ROUTED, "sliding_window": None, "num_key_value_heads": 4},
     "glm4_moe": {**_ROUTED, "first_k_dense_replace": 1},
 }
-IN_EVERY_RUN = ("llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2", "deepseek_v3")
+_ROUNDED = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 32}
+_NTK = {"rope_type": "dynamic", "rope_theta": 10000.0, "alpha": 1000.0, "factor": 1.0}
+_LLAMA_4 = {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1}
+_LLAMA_4 |= {"no_rope_layers": None, "layer_types": None}
+_STEEPER = {"mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.4}
+FAMILIES |= {
+    "gpt_oss": {"rope_parameters": {**_ROUNDED, "truncate": True}},
+    "gpt_oss, another base": {"rope_parameters": _PLAIN_ROPE},
+    "ministral3": {"rope_parameters": {**_STRETCHED, **_STEEPER}, "sliding_window": None},
+    "llama4, text": _LLAMA_4,
+    "granitemoe": {},
+    "granitemoeshared": {},
+    "hunyuan_v1_dense, another base": {"rope_parameters": _NTK},
+    "hunyuan_v1_moe": {"rope_parameters": _NTK},
+    "exaone_moe": {},
+    "minimax_m2": {},
+    "apertus": {},
+    "apertus, another base": {"rope_parameters": _PLAIN_ROPE},
+    "afmoe": {"global_attn_every_n_layers": 4, "layer_types": None, "num_hidden_layers": 4},
+    "glm": {"num_attention_heads": 2, "num_key_value_heads": 1},
+    "solar_open": {},
+    "glm4_moe_lite": {},
+    "youtu": {},
+}
+IN_EVERY_RUN = ("gpt_oss", "llama 3", "mixtral", "gemma2", "falcon, groups", "gpt2", "deepseek_v3")
 # llama.cpp looks GELU up in a table of half precision.
 _TOLERANCE = 4e-3
 _IDS = (5, 17, 80, 100, 33, 250, 41, 9)
@@ -106,9 +133,12 @@ def tokenizer() -> PretrainedTokenizer:
 
 def folder_of(folder: Path, tokenizer: PretrainedTokenizer, name: str, **changes: Any) -> Path:
     """A tiny model with its tokenizer; its weights are large enough for probabilities that differ."""
-    tiny = TINY[name]
+    tiny = TINY[name.removesuffix(", another base")]
     torch.manual_seed(0)
-    model = getattr(transformers, tiny.model)(tiny.configured(vocab_size=_ROWS, **changes))
+    changes["vocab_size"] = _ROWS
+    if (text := tiny.settings.get("text_config")) is not None:
+        changes = {"text_config": {**text, **changes}}
+    model = getattr(transformers, tiny.model)(tiny.configured(**changes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -184,10 +214,55 @@ def test_a_family_is_read_as_it_was_written_and_runs_in_llama_cpp(
     for tensor, info in before.infos.items():
         assert info.shape == after.infos[tensor].shape
         # Gains less 1 lose their last bit when 1 is added; all else is the same to the bit.
-        gain = info.shape == before.infos[tensor].shape[:1] and TINY[name].model.startswith(("Gemma", "Nemo"))
+        gain = info.shape == before.infos[tensor].shape[:1] and name.startswith(("gemma", "nemotron"))
         difference = (before.read(tensor).float() - after.read(tensor).float()).abs().max()
         assert difference <= (2e-7 if gain else 0)
     torch.testing.assert_close(log_probabilities(again), log_probabilities(model), rtol=0, atol=1e-5)
+    assert_same_in_llama_cpp(model, file, _TOLERANCE)
+
+
+# Models that a file has as models of another type, by the type's name, with the same changes.
+AS_OTHERS: dict[str, dict[str, Any]] = {
+    "idefics3": {},
+    "mistral3": {"sliding_window": None},
+    "mistral3, ministral": {**FAMILIES["ministral3"], "model_type": "ministral3"},
+    "granitemoehybrid, all attention": {},
+}
+
+
+@pytest.mark.parametrize("name", some(AS_OTHERS, ("mistral3, ministral",)))
+def test_the_text_part_of_a_model_is_written_as_another_type_has_it(
+    name: str, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    file = written(tmp_path, tokenizer, name, **AS_OTHERS[name])
+    model, again = both(file)
+    torch.testing.assert_close(log_probabilities(again), log_probabilities(model), rtol=0, atol=1e-5)
+    assert_same_in_llama_cpp(model, file, _TOLERANCE)
+
+
+@pytest.mark.parametrize("make", [internlm2, internlm3, openelm])
+def test_a_family_without_a_class_in_transformers_is_read_as_it_was_written_and_runs_in_llama_cpp(
+    make: Any, tokenizer: PretrainedTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "vocab_size", _ROWS)
+    folder = tmp_path / "folder"
+    torch.manual_seed(0)
+    make(folder)
+    tensors = {name: 4 * tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    record = json.loads((folder / "config.json").read_text())
+    if record["model_type"] == "openelm":
+        # Its output table is that of its tokens in llama.cpp.
+        del tensors["lm_head.weight"]
+        record["share_input_output_layers"] = True
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(record))
+    tokenizer.save_files(folder)
+    model = triptych.load(folder, device="cpu")
+    file = tmp_path / "tiny.gguf"
+    model.convert(file, "gguf")
+    before, after = (one._opened.attention.tensors for one in both(file))
+    assert before.infos.keys() == after.infos.keys()
+    assert all(torch.equal(before.read(one), after.read(one)) for one in before.infos)
     assert_same_in_llama_cpp(model, file, _TOLERANCE)
 
 
@@ -201,6 +276,7 @@ ENCODERS: dict[str, dict[str, Any]] = {
     "jina_embeddings_v3": {},
     "eurobert": {},
     "modernbert": {},
+    "gemma3, both ways": {"query_pre_attn_scalar": 10},
 }
 
 
@@ -421,7 +497,13 @@ def test_a_rewritten_checkpoint_runs_in_llama_cpp(
         ("gemma2", {"query_pre_attn_scalar": 7}, "attention of layer 0.scale"),
         ("qwen3_moe", {}, "qwen3moe of llama.cpp has no place"),
         ("olmoe", {}, "4 heads of queries and 2 of keys"),
-        ("gptj", {}, "models of the type gptj are not written in GGUF; these are: .*llama"),
+        ("gptj", {}, "models of the type gptj are not written in GGUF: these are: .*llama"),
+        ("phimoe", {}, "the type phimoe are not written in GGUF: llama.cpp chooses experts by a softmax"),
+        (
+            "gpt_oss",
+            {"rope_parameters": {**_ROUNDED, "truncate": False}},
+            "rotary.frequencies: other numbers .*llama.cpp rounds .* ramp, which truncate = true in rope_par",
+        ),
         ("electra", {"embedding_size": 12}, "bert of llama.cpp has no place for it"),
         (
             "deepseek_v2",

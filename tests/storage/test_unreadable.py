@@ -36,6 +36,10 @@ def refusal(path: Path) -> str:
         ("model.tar.gz", "an archive .*unpack it"),
         ("modules.json", "a model of sentence-transformers without its weights"),
         ("best.pt", "weights are in best.pt: give that file"),
+        (
+            "model-00001-of-00002.safetensors",
+            r"weights in parts, and no index .*: fetch model.safetensors.ind",
+        ),
         ("tokenizer.json", "it has a tokenizer and no weights"),
     ],
 )

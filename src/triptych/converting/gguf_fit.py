@@ -71,7 +71,7 @@ def _without_head(
     found = any_map(model)
     of_head = {*found.unread}
     for parts, stored in found.tensors.entries.items():
-        if all(part.startswith(("head.", "task.")) for part in parts):
+        if all(part.startswith(("head.", "task.", "second.")) for part in parts):
             of_head.update(stored.names)
     # The class of the bare encoder: with another class, the head would be missed.
     kept = model.tensors.replacing(of_head, InMemory(model.name, {}))

@@ -30,18 +30,22 @@ from triptych.core.checkpoints.family import family_of
 from triptych.core.checkpoints.gguf import (
     Heads,
     Layout,
+    entry_of,
     find_architecture,
     in_transformers,
     layout_of,
     name_in_gguf,
     read_configuration,
-    split_latents,
+    split,
     written_metadata,
 )
 from triptych.core.checkpoints.gguf.architectures import (
     Architecture,
+    Joined,
+    Listed,
     architectures,
     architectures_of_type,
+    refusals,
 )
 from triptych.core.checkpoints.model_map import has_two_stacks
 from triptych.core.storage import (
@@ -69,9 +73,10 @@ _TYPES: dict[Quantization, tuple[str, int]] = {
     "int8": ("Q8_0", 7),
 }
 _BLOCK = 32  # numbers of a block of Q8_0
+_ROUTER = "ffn_gate_inp.weight"
 # Maps that llama.cpp multiplies in float32 whatever the file's type.
 _KEPT_WIDE = (
-    *("ffn_gate_inp.weight", "position_embd.weight", "rope_freqs.weight"),
+    *(_ROUTER, "position_embd.weight", "rope_freqs.weight"),
     *("token_types.weight", "attn_rel_b.weight"),
 )
 _FLOATS = (
@@ -87,7 +92,6 @@ _FLOATS = (
     ),
     *("beta_fast", "beta_slow", "log_multiplier"),
 )
-_LATENT = ".kv_b_proj.weight"
 _FACTORS = "rope_freqs.weight"
 _LONG = "rope_factors_long.weight"
 _SHORT = "rope_factors_short.weight"
@@ -100,6 +104,7 @@ class _Described:
 
     architecture: Architecture
     metadata: dict[str, Any]
+    lists: dict[str, list[float]]  # further metadata, without the architecture's name
     tensors: Tensors
     again: Checkpoint  # the description, read as a file
 
@@ -124,6 +129,7 @@ def write_gguf(
             f"{described.architecture.name}.{key}": value
             for key, value in described.metadata.items()
         },
+        **described.lists,
         **_token_types(described),
         "general.file_type": number,
         "general.quantization_version": 2,
@@ -182,12 +188,10 @@ def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
         if not one.unlike and one.has_two_stacks == has_two_stacks(model)
     ]
     if not candidates:
-        known = ", ".join(
-            sorted({*chain.from_iterable(one.types for one in architectures())})
-        )
+        known = sorted({*chain.from_iterable(one.types for one in architectures())})
+        why = refusals().get(model_type, f"these are: {', '.join(known)}")
         raise UsageError(
-            f"{model.name}: models of the type {shown(model_type)} are not written in GGUF; these are: "
-            f"{known}"
+            f"{model.name}: models of the type {shown(model_type)} are not written in GGUF: {why}"
         )
     any_map(model)  # raises the reason why a model cannot be run
     reasons: list[str] = []
@@ -202,13 +206,14 @@ def _describe(model: Checkpoint) -> tuple[_Described, tuple[str, ...]]:
         if not found:
             return described, notes
         if (window := windows_only(fitted, found)) is not None:
-            longest = model.settings.value(architecture.fields["context_length"])
+            longest = described.metadata["context_length"]
             described = replace(
                 described, metadata={**described.metadata, "context_length": window}
             )
             note = f"context {window:,} of {longest:,} tokens: {architecture.name} of llama.cpp has no window"
             return described, (*notes, note)
         reasons.append(f"{'; '.join(found[:4])}{' …' if len(found) > 4 else ''}")
+        reasons += architecture.advised(fitted.settings)[:1]
     said = " / ".join(dict.fromkeys(reasons))
     raise UsageError(
         f"{model.name}: {candidates[0].name} of llama.cpp has no place for it: {said}"
@@ -228,10 +233,10 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     if architecture.equal_heads and heads.queries != heads.keys:
         raise UsageError(f"{heads.queries} heads of queries and {heads.keys} of keys")
     metadata = written_metadata(architecture, place.settings, width)
-    # Absorbed into the queries, the maps of keys leave one latent for all heads.
-    metadata["attention.head_count_kv"] = (
-        1 if architecture.split_latents else heads.keys
-    )
+    if "attention.head_count_kv" not in architecture.by_layer:
+        # Absorbed into the queries, the maps of keys leave one latent for all heads.
+        latent = architecture.has_latents
+        metadata["attention.head_count_kv"] = 1 if latent else heads.keys
     extra: dict[str, Tensor] = {}
     if architecture.has_rotary:
         _add_scaling(model, architecture, place.settings, metadata, extra)
@@ -249,6 +254,16 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     )
     planned = _Planned(model, architecture, heads, layers, extra)
     tensors = of_one(planned)
+    for key, name in architecture.columns.items():
+        shapes = [tensors.infos[f"blk.{layer}.{name}"].shape for layer in range(layers)]
+        metadata[key] = [shape[1] for shape in shapes]
+    if "leading_dense_block_count" in metadata:
+        routed = [
+            layer
+            for layer in range(layers)
+            if f"blk.{layer}.{_ROUTER}" in tensors.infos
+        ]
+        metadata["leading_dense_block_count"] = min(routed, default=layers)
     # llama.cpp asks for it in files without a tokenizer.
     metadata["vocab_size"] = tensors.infos["token_embd.weight"].shape[0]
     whole = {"general.architecture": architecture.name}
@@ -257,17 +272,17 @@ def _description(model: Checkpoint, architecture: Architecture) -> _Described:
     as_read, settings = find_architecture(whole, model.name, frozenset(tensors.infos))
     if as_read.unlike:
         raise UsageError(as_read.unlike)
-    shapes = {name: info.shape for name, info in tensors.infos.items()}
+    all_shapes = {name: info.shape for name, info in tensors.infos.items()}
 
     def vector(name: str) -> list[float]:
         return [float(number) for number in tensors.read(name).tolist()]
 
-    record = read_configuration(as_read, settings, shapes, vector)
+    record = read_configuration(as_read, settings, all_shapes, vector)
     family = family_of(as_read.model_type)
     assert family is not None
-    names = in_transformers(tensors, as_read, record, model.name)
+    names = in_transformers(tensors, as_read, record, planned.lists)
     again = Checkpoint(model.name, family, Settings(record, model.name), names)
-    return _Described(architecture, metadata, tensors, again)
+    return _Described(architecture, metadata, planned.lists, tensors, again)
 
 
 def _stack(model: Checkpoint) -> str:
@@ -324,7 +339,8 @@ def _add_scaling(
             if original:
                 metadata["rope.scaling.original_context_length"] = int(original)
             if record.get("mscale_all_dim"):
-                log_factor = 0.1 * float(record["mscale_all_dim"])
+                per_unit = 1.0 if architecture.plain_mscale else 0.1
+                log_factor = per_unit * float(record["mscale_all_dim"])
                 metadata["rope.scaling.yarn_log_multiplier"] = log_factor
     elif architecture.name == "phi3" and record.get("long_factor"):
         extra[_LONG] = torch.tensor(record["long_factor"], dtype=torch.float32)
@@ -338,6 +354,10 @@ def _add_scaling(
         )
         if original:
             metadata["rope.scaling.original_context_length"] = int(original)
+    elif kind == "dynamic" and chosen.rotary.long is None:
+        # NTK's rule is another base: all frequencies but the first determine it.
+        base = float(frequencies[-1]) ** (-len(frequencies) / (len(frequencies) - 1))
+        metadata["rope.freq_base"] = base
     elif architecture.rope_factors and chosen.rotary.long is None:
         extra[_FACTORS] = divisors.float()
 
@@ -361,14 +381,12 @@ def _typed(key: str, value: Any) -> Any:
     return value
 
 
-class _Latent(NamedTuple):
-    """A part of the map from the latent of keys and values, as a separate tensor."""
+class _Part(NamedTuple):
+    """A part of a stored tensor, as a separate tensor of a file."""
 
-    name: str  # stored map
-    info: TensorInfo
-    heads: int
-    of_keys: int  # width of the keys of a head
-    place: int  # 0 = keys, 1 = values
+    name: str  # stored tensor
+    joined: Joined
+    number: int
 
 
 @final
@@ -388,11 +406,16 @@ class _Planned(TensorFile):
         self._extra = extra
         self._parts: dict[str, dict[int | None, str]] = {}
         self._layouts: dict[str, Layout] = {}
-        self._latents: dict[str, _Latent] = {}
+        self._cut: dict[str, _Part] = {}
+        self._heads = heads
+        self._settings = model.settings
+        self._layers = layers
+        self.infos = {}
+        self.lists: dict[str, list[float]] = {}
         head = written_part(any_map(model).architecture).head
         for name in self._stored(model):
-            if architecture.split_latents and name.endswith(_LATENT):
-                self._split(name, heads.queries, model)
+            if (entry := entry_of(architecture, name)) is not None:
+                self._enter(name, *entry, architecture)
                 continue
             found = name_in_gguf(architecture.name, layers, name)
             if found is None:
@@ -410,29 +433,29 @@ class _Planned(TensorFile):
                 )
             held[expert] = name
             self._layouts[there] = layout_of(architecture, there, heads, model.settings)
-        self.infos = {name: self._info(name) for name in self._parts}
-        self.infos |= {name: latent.info for name, latent in self._latents.items()}
+        self.infos |= {name: self._info(name) for name in self._parts}
         for name, tensor in extra.items():
             self.infos[name] = TensorInfo(
                 tensor.dtype, tuple(tensor.shape), tensor.nbytes
             )
 
-    def _split(self, name: str, heads: int, model: Checkpoint) -> None:
-        """Enter the map from the latent of keys and values as two tensors."""
-        # The maps of keys are transposed: llama.cpp applies them to queries.
-        layer = name.split("layers.")[1].partition(".")[0]
+    def _enter(
+        self, name: str, joined: Joined | Listed, layer: int, architecture: Architecture
+    ) -> None:
+        """Enter the parts of a tensor as separate tensors, or its value in a list of the metadata."""
         info = self._tensors.infos[name]
-        of_keys = model.settings.count("qk_nope_head_dim | 128")
-        of_values = info.shape[0] // heads - of_keys
-        rank = info.shape[1]
-        for end, shape, place in (
-            ("attn_k_b", (heads, rank, of_keys), 0),
-            ("attn_v_b", (heads, of_values, rank), 1),
-        ):
-            size = info.num_bytes // info.shape[0] * shape[0] * shape[2 - place]
-            self._latents[f"blk.{layer}.{end}.weight"] = _Latent(
-                name, TensorInfo(info.dtype, shape, size), heads, of_keys, place
-            )
+        if isinstance(joined, Listed):
+            values = self.lists.setdefault(joined.key, [0.0] * self._layers)
+            values[layer] = float(self._tensors.read(name))
+            return
+        names = [f"blk.{layer}.{part}" for part in joined.parts]
+        whole = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        parts = split(joined, whole, self._heads, self._settings)
+        for number, (there, part) in enumerate(zip(names, parts, strict=True)):
+            self._cut[there] = _Part(name, joined, number)
+            layout = layout_of(architecture, there, self._heads, self._settings)
+            self._layouts[there] = layout
+            self.infos[there] = TensorInfo(part.dtype, tuple(part.shape), part.nbytes)
 
     def _stored(self, model: Checkpoint) -> Iterator[str]:
         """Yield the tensors that the model uses."""
@@ -461,11 +484,12 @@ class _Planned(TensorFile):
     def read(self, name: str) -> Tensor:
         if name in self._extra:
             return self._extra[name]
-        if (latent := self._latents.get(name)) is not None:
-            whole = self._tensors.read(latent.name)
-            return split_latents(whole, latent.heads, latent.of_keys)[latent.place]
-        parts = self._parts[name]
         layout = self._layouts[name]
+        if (cut := self._cut.get(name)) is not None:
+            whole = self._tensors.read(cut.name)
+            parts_of = split(cut.joined, whole, self._heads, self._settings)
+            return layout.write(parts_of[cut.number])
+        parts = self._parts[name]
         if None in parts:
             return layout.write(self._tensors.read(parts[None]))
         experts = [

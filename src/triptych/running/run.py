@@ -120,6 +120,9 @@ class Run:
             `[length, vocab]`. With the head of a task one for each of `labels`: `[labels]` for the text, or
             `[length, labels]` where each token has a class. Hidden states, without a head.
         labels: names of the classes (`id2label`) that the head of a task tells apart; None for other models.
+        class_logits: logits of the second head of a model with two (next sentence, sentence order, choice),
+            `[labels]`, one for each of `class_labels`; None for other models.
+        class_labels: names of the classes that the second head tells apart; None for other models.
     """
 
     def __init__(
@@ -152,6 +155,10 @@ class Run:
         )
         self.second = text.second
         self.labels = reader.labels
+        self.class_logits = reader.second_logits(
+            recording.hidden[row, : len(text.ids)], text.ids
+        )
+        self.class_labels = reader.second_labels
         # A loss needs next-token logits; encoders do not have them.
         self._predicts = reader.predicts
 

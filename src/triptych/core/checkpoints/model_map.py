@@ -225,6 +225,10 @@ class _Mapping:
         blocks = tuple(self._block(site) for site in self.sites)
         self._enter_streams()
         final_norm = self._norm("final_norm", self.first, spec.final_norm)
+        task, second = (
+            TaskHeadMap(self.first, spec, self.entries, self.d_model, head).config
+            for head in ("task", "second")
+        )
         return LanguageModelArchitecture(
             kind="encoder" if True in both_ways else "decoder",
             d_model=self.d_model,
@@ -234,7 +238,8 @@ class _Mapping:
             head=OutputHeadMap(
                 self.first, spec, self.entries, self.d_model, self.table, self._width
             ).config,
-            task=TaskHeadMap(self.first, spec, self.entries, self.d_model).config,
+            task=task,
+            second=second,
             order=self._order(),
             inputs=self._block_inputs(),
         )

@@ -138,10 +138,12 @@ ACTIVATIONS: Mapping[str, Activation] = {
 }  # fmt: skip
 
 
-# Tasks without a map to tokens: class names by their ends after the last "For" (RoFormerForMultipleChoice).
-_TASK = re.compile(
-    r".*For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)$"
-)
+# Heads of tasks, instead of a map to tokens or as a second head: the ends of class names after the last "For"
+# (RoFormerForMultipleChoice).
+_HEADS = {
+    "task": r".*For(\w*Classification|QuestionAnswering\w*|MultipleChoice|NextSentencePrediction)",
+    "second": r".*(PreTraining|DoubleHeads)(?:Model)?",
+}
 # Ends of class names with "Model" of classes with a head.
 _CLASSES_WITH_A_HEAD = ("LMHeadModel", "DoubleHeadsModel", "MTModel")
 _OF_XIELU = (("alpha_p", (1,)), ("alpha_n", (1,)), ("beta", ()), ("eps", ()))
@@ -153,9 +155,9 @@ def class_name(settings: Settings) -> str:
     return str(named[0]) if isinstance(named, list) and named else ""
 
 
-def task_of_class(settings: Settings) -> str:
+def task_of_class(settings: Settings, head: str = "task") -> str:
     """Return what follows "For" in the name of a class with a head for a task; "" for other classes."""
-    found = _TASK.search(class_name(settings))
+    found = re.fullmatch(_HEADS[head], class_name(settings))
     return found[1] if found else ""
 
 
@@ -559,13 +561,14 @@ class TaskHeadMap:
     config: TaskHeadConfig | None  # None without a head that the family describes
 
     def __init__(
-        self, place: Place, spec: ModelSpec, entries: Entries, d_model: int
+        self, place: Place, spec: ModelSpec, entries: Entries, d_model: int, ours: str
     ) -> None:
         self.place = place
         self.spec = spec
         self.entries = entries
         self.d_model = d_model
-        task = task_of_class(place.settings)
+        self.ours = ours
+        task = task_of_class(place.settings, ours)
         fitting = (
             own for own in spec.tasks if task in own.classes and self._is_there(own)
         )
@@ -588,8 +591,8 @@ class TaskHeadMap:
             maps.append(
                 self._map(len(maps), own, maps[-1].outputs if maps else self.d_model)
             )
-        token = {"last": "pad_token_id", "end": "eos_token_id"}.get(pooling or "")
-        said = settings.value(token) if token else None
+        token = "eos_token_id" if pooling == "end" else "pad_token_id"
+        said = settings.value(token) if pooling in ("last", "next", "end") else None
         read = said if isinstance(said, int) else None
         if pooling == "end" and read is None:
             self.entries.refuse(
@@ -608,7 +611,7 @@ class TaskHeadMap:
         infos = self.entries.tensors.infos
         outputs = infos[f"{module}.weight"].shape[0]
         has_bias = f"{module}.bias" in infos
-        ours = f"task.maps.{number}"
+        ours = f"{self.ours}.maps.{number}"
         self.entries.enter(f"{ours}.weight", f"{module}.weight", (outputs, inputs))
         if has_bias:
             self.entries.enter(f"{ours}.bias", f"{module}.bias", (outputs,))
@@ -619,7 +622,7 @@ class TaskHeadMap:
             activation(self.place, spec.activation) if spec.activation else None,
             norm
             and self.entries.norm(
-                f"task.norms.{number}",
+                f"{self.ours}.norms.{number}",
                 self.place,
                 norm,
                 self._above(norm.at),

@@ -529,9 +529,7 @@ class TaskHeadSpec(Spec):
     pooling: tuple[Choice, ...] = (Choice(value="'each'"),)
     maps: tuple[TaskMapSpec, ...] = Field(min_length=1)
     labels: tuple[str, ...] = ()  # names of the logits, if not those of `id2label`
-    wraps: Expression = (
-        "false"  # condition for a decoder input beginning with the last token
-    )
+    wraps: Expression = "false"  # true if a decoder input begins with the last token
 
 
 @final

@@ -279,15 +279,13 @@ class HeadConfig:
     norm: NormConfig | None = None
     input_scale: float = 1.0  # factor of the input of the output table
     scale: float = 1.0  # factor of the logits
-    soft_cap: float | None = (
-        None  # c in `c · tanh(s / c)`, applied to logits s; None for no cap
-    )
+    soft_cap: float | None = None  # c in `c · tanh(s / c)` of logits s; None for no cap
 
 
 # Rows of the stream read by a task head: "each" token, the "first" token, the "last" token except padding,
-# the last "end" token, or the "mean" of all tokens. A "late" head reads each token, and its logits are the
-# mean over tokens.
-Pooling = Literal["each", "first", "last", "end", "mean", "late"]
+# the "next" row after it (if there is one), the "final" row, the last "end" token, or the "mean" of all
+# tokens. A "late" head reads each token, and its logits are the mean over tokens.
+Pooling = Literal["each", "first", "last", "next", "final", "end", "mean", "late"]
 
 
 @final
@@ -309,9 +307,7 @@ class TaskHeadConfig:
     pooling: Pooling
     maps: tuple[TaskMapConfig, ...]
     labels: tuple[str, ...]  # names of the logits
-    token: int | None = (
-        None  # padding token of "last" (None without one), end token of "end"
-    )
+    token: int | None = None  # padding token of "last" and "next", end token of "end"
     several: bool = False  # True = a text may have several labels
     # True if the decoder input, the text once more, begins with the last token of the text instead of the
     # start token of targets
@@ -330,17 +326,14 @@ class LanguageModelArchitecture:
     embeddings: EmbeddingsConfig  # embeddings of the tokens
     blocks: tuple[BlockConfig, ...]  # blocks with separate weights
     final_norm: NormConfig | None = None  # norm after the last block; None without
-    head: HeadConfig | None = (
-        HeadConfig()
-    )  # head to logits of tokens; None for a model without such a head
-    task: TaskHeadConfig | None = (
-        None  # head of a task, such as classification; None without
-    )
+    # head to logits of tokens; None for a model without such a head
+    head: HeadConfig | None = HeadConfig()
+    task: TaskHeadConfig | None = None  # head of a task; None without
+    # head of a task in addition to the head to logits of tokens; None without
+    second: TaskHeadConfig | None = None
     # numbers of the blocks in order of use, for models with repeated blocks; if empty, every block once
     order: tuple[int, ...] = ()
-    inputs: BlockInputsConfig | None = (
-        None  # additional inputs of the blocks; None without
-    )
+    inputs: BlockInputsConfig | None = None  # additional inputs; None without
 
     def __post_init__(self) -> None:
         if self.order and {*self.order} != {*range(len(self.blocks))}:

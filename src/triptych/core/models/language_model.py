@@ -136,9 +136,10 @@ class TaskHead(nn.Module):
         token = self.config.token
         if token is None:
             return hidden[-1]
-        if pooling == "last":
+        if pooling in ("last", "next"):
             (read,) = ids.ne(token).nonzero(as_tuple=True)
-            return hidden[int(read[-1]) if len(read) else 0]
+            row = (int(read[-1]) if len(read) else 0) + (pooling == "next")
+            return hidden[min(row, len(hidden) - 1)]
         (read,) = ids.eq(token).nonzero(as_tuple=True)
         if not len(read):
             raise NoEndTokenError(
@@ -156,6 +157,7 @@ class LanguageModel(nn.Module):
         recipe_limit: context in tokens by the recipe; None for a half of an `EncoderDecoder`, and for a model
             without a recipe.
         task: head of a task; None without.
+        second: head of a task in addition to the head to logits of tokens; None without.
         blocks: modules for all uses of blocks, in order. Uses of a block share parameters, but have separate
             taps, hooks and steering directions.
     """
@@ -217,8 +219,9 @@ class LanguageModel(nn.Module):
             if head is None
             else LanguageModelHead(head, d_model, self.embeddings.table, std)
         )
-        self.task = (
-            None if architecture.task is None else TaskHead(architecture.task, d_model)
+        self.task, self.second = (
+            None if config is None else TaskHead(config, d_model)
+            for config in (architecture.task, architecture.second)
         )
         self.causal = architecture.kind == "decoder"
 

@@ -175,7 +175,7 @@ class _Header:
         self.entries: dict[str, Entry] = {}
         if source.size < 24 or self._take(4) != _MAGIC:
             raise DataError(
-                f"{source.name}: it is no GGUF file: it does not begin with GGUF; fetch it again"
+                f"{source.name}: it is no GGUF file, or the beginning of one; fetch it again"
             )
         version = self._number("<I")
         if version not in _VERSIONS:

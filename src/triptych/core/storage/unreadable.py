@@ -24,6 +24,11 @@ KINDS = (
         "give one of these folders, or the base model and them (--adapter, adapter=)",
     ),
     Kind(
+        ("model-*-of-*.safetensors", "pytorch_model-*-of-*.bin"),
+        "weights in parts, and no index of the parts",
+        "fetch model.safetensors.index.json (pytorch_model.bin.index.json), too",
+    ),
+    Kind(
         ("model_index.json",),
         "a pipeline of diffusers, of several models",
         "give the folder of one of them, such as text_encoder",
@@ -134,11 +139,8 @@ def what_is(path: Path) -> str:
             file = shown(str(found.relative_to(path)))
             return f"it holds {kind.what} ({file}): {kind.remedy}"
     if (weights := next(_matching(path, _WEIGHTS), None)) is not None:
-        beside = (
-            ""
-            if (path / "config.json").is_file()
-            else " with the config.json of the model next to it"
-        )
+        has_config = (path / "config.json").is_file()
+        beside = "" if has_config else " with the config.json of the model next to it"
         return f"weights are in {shown(weights.name)}: give that file{beside}"
     if next(_matching(path, _TOKENIZERS), None) is not None:
         return "it has a tokenizer and no weights: fetch model.safetensors and config.json as well"

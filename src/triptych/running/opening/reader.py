@@ -317,6 +317,12 @@ class Reader(TextReader):
         return None if task is None else task.config.labels
 
     @property
+    def second_labels(self) -> tuple[str, ...] | None:
+        """The names of the classes of the second head of a model with two; None for other models."""
+        second = self.last_stack.second
+        return None if second is None else second.config.labels
+
+    @property
     def why_no_classes(self) -> str:
         """The reason why the model does not give a text one class of several; "" if it does."""
         task = self.last_stack.task
@@ -546,9 +552,17 @@ class Reader(TextReader):
     ) -> Float[Tensor, "*length outputs"]:
         """Compute the logits of a whole text, by the task head if present."""
         task = self.last_stack.task
-        if task is None:
-            return self.logits(hidden)
-        run = partial(task, hidden, torch.tensor(list(ids), device=hidden.device))
+        return self.logits(hidden) if task is None else self._of(task, hidden, ids)
+
+    def second_logits(
+        self, hidden: Float[Tensor, "length d_model"], ids: Sequence[int]
+    ) -> Float[Tensor, " classes"] | None:
+        """Compute the logits of the second head of a model with two; None for other models."""
+        second = self.last_stack.second
+        return None if second is None else self._of(second, hidden, ids)
+
+    def _of(self, head: nn.Module, hidden: Tensor, ids: Sequence[int]) -> Tensor:
+        run = partial(head, hidden, torch.tensor(list(ids), device=hidden.device))
         logits: Tensor = run()
         require_finite_logits(self.model, logits, run)
         return logits

@@ -230,6 +230,8 @@ def _unsearched(
 ) -> Reader:
     """Open an encoder-decoder without a supported search: its targets have to be given."""
     start_id = source.record.get("decoder_start_token_id")
+    if start_id is None and isinstance(own := source.record.get("decoder"), dict):
+        start_id = own.get("bos_token_id")  # as T5Gemma, which has no other
     model = load_encoder_decoder(source, device, dtype)
     task = model.decoder.task
     # The decoder of some heads begins with the last token of its text.

@@ -11,11 +11,12 @@ from triptych.core.checkpoints.gguf.metadata import (
     read_configuration as read_configuration,
 )
 from triptych.core.checkpoints.gguf.metadata import written_metadata as written_metadata
+from triptych.core.checkpoints.gguf.names import entry_of as entry_of
 from triptych.core.checkpoints.gguf.names import name_in_gguf as name_in_gguf
 from triptych.core.checkpoints.gguf.row_orders import Heads as Heads
 from triptych.core.checkpoints.gguf.row_orders import Layout as Layout
 from triptych.core.checkpoints.gguf.row_orders import layout_of as layout_of
-from triptych.core.checkpoints.gguf.row_orders import split_latents as split_latents
+from triptych.core.checkpoints.gguf.row_orders import split as split
 from triptych.core.checkpoints.gguf.token_lists import CONTROL as CONTROL
 from triptych.core.checkpoints.gguf.token_lists import NAMED as NAMED
 from triptych.core.checkpoints.gguf.token_lists import SPACE as SPACE

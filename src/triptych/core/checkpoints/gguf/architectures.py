@@ -7,10 +7,30 @@ from typing import Any, Literal, final
 
 from pydantic import Field
 
-from triptych.core.checkpoints.specs import Spec
+from triptych.core.checkpoints.specs import Choice, Spec
 from triptych.core.storage.settings import Settings
 
 _FILE = files("triptych.core.checkpoints.gguf") / "architectures.toml"
+
+
+@final
+class Joined(Spec):
+    """A tensor of `transformers` in parts in a file, or under a name that the package `gguf` lacks."""
+
+    name: str  # name in `transformers` without the prefix; "{layer}" is the number of the layer
+    parts: tuple[str, ...]  # names in a file, without the layer
+    # order of the parts' rows in the tensor
+    order: Literal["", "halves", "alternating", "by group", "latents"] = ""
+    transposed: bool = False  # True if `transformers` stores `[in, out]`
+
+
+@final
+class Listed(Spec):
+    """A tensor of each layer of `transformers` whose single value a file lists in its metadata."""
+
+    key: str  # key of the list; the architecture is not part of it
+    name: str  # name in `transformers` without the prefix; "{layer}" is the number of the layer
+    shape: tuple[int, ...] = ()
 
 
 @final
@@ -30,6 +50,8 @@ class Architecture(Spec):
     derived: dict[str, str] = Field(default_factory=dict)
     config: dict[str, str] = Field(default_factory=dict)
     nulls: tuple[str, ...] = ()
+    by_layer: tuple[str, ...] = ()  # fields with a list of a value for each layer
+    columns: dict[str, str] = Field(default_factory=dict)
     there: dict[str, str] = Field(default_factory=dict)
     rows: dict[str, str] = Field(default_factory=dict)
     rotary: str = ""  # "" if all channels are rotated, or without rotary positions
@@ -46,21 +68,34 @@ class Architecture(Spec):
     rope_factors: bool = (
         False  # True if a tensor with a divisor for each rotary frequency is followed
     )
+    # True if the metadata have mscale_all_dim of YaRN unchanged, with an mscale of 1
+    plain_mscale: bool = False
     windows: bool = False  # True if the metadata list the layers with a window
     has_head: bool = True  # False if llama.cpp computes the last hidden states alone
-    # True if the map from the latent of keys and values is two tensors, of keys and of values
-    split_latents: bool = False
+    joined: tuple[Joined, ...] = ()
+    listed: tuple[Listed, ...] = ()
     # True if llama.cpp does not divide the logits of a tied table by a root
     unscaled_logits: bool = False
     # value by whose root `transformers` divides the logits of an output table as well
     over_root: str = ""
     # difference between the model and llama.cpp's result, if files are read but not written
     unlike: str = ""
+    # what to change if llama.cpp would compute something else
+    advice: tuple[Choice, ...] = ()
 
     @property
     def model_type(self) -> str:
         """The model type of files of this architecture."""
         return next(iter(self.types))
+
+    def advised(self, settings: Settings) -> list[str]:
+        """Return what may help if llama.cpp would compute something else of this configuration."""
+        return [one.value for one in self.advice if settings.holds(one.when)]
+
+    @property
+    def has_latents(self) -> bool:
+        """True if the map from the latent of keys and values is stored in two parts."""
+        return any(one.order == "latents" for one in self.joined)
 
     @property
     def has_two_stacks(self) -> bool:
@@ -69,22 +104,28 @@ class Architecture(Spec):
 
 
 @cache
+def _record() -> dict[str, Any]:
+    return tomllib.loads(_FILE.read_text(encoding="utf-8"))
+
+
+@cache
 def _all() -> tuple[tuple[Architecture, ...], dict[str, str]]:
-    record = tomllib.loads(_FILE.read_text(encoding="utf-8"))
+    record = _record()
     entries: list[dict[str, Any]] = record["architecture"]
+    whole = {entry["name"]: entry for entry in entries if "like" not in entry}
     found = []
-    for number, entry in enumerate(entries):
+    for own in entries:
+        entry = dict(own)
         if (like := entry.pop("like", None)) is not None:
-            other = next(
-                one
-                for one in entries[number + 1 :]
-                if one["name"] == like and "like" not in one
-            )
-            # An entry "like" another entry inherits all its keys except `nulls`.
+            other = whole[like]
+            # An entry "like" another entry inherits its keys, except `nulls`.
             entry = {
                 **other,
                 **entry,
-                "config": {**other["config"], **entry["config"]},
+                **{
+                    field: {**other.get(field, {}), **entry.get(field, {})}
+                    for field in ("fields", "config")
+                },
                 "nulls": (),
             }
         common = entry.pop("common", None)
@@ -110,6 +151,12 @@ def architectures() -> tuple[Architecture, ...]:
 def defaults() -> dict[str, str]:
     """Return what llama.cpp takes for missing keys, as expressions over the metadata."""
     return _all()[1]
+
+
+def refusals() -> dict[str, str]:
+    """Return why models are not written that llama.cpp knows, by their type."""
+    found: dict[str, str] = _record()["refused"]
+    return found
 
 
 def architecture_of(name: str, metadata: Settings) -> Architecture | None:

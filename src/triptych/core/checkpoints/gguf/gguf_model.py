@@ -1,14 +1,15 @@
 """A GGUF file as a checkpoint: its configuration, tokenizer and tensors in the format of `transformers`."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
-from triptych.core.checkpoints.family import Family, family_of
-from triptych.core.checkpoints.gguf.architectures import Architecture
+from triptych.core.checkpoints.family import family_of
+from triptych.core.checkpoints.gguf.architectures import Architecture, Joined
 from triptych.core.checkpoints.gguf.metadata import (
     find_architecture,
     read_configuration,
@@ -18,7 +19,7 @@ from triptych.core.checkpoints.gguf.names import expert_name, names_in_transform
 from triptych.core.checkpoints.gguf.row_orders import (
     Heads,
     Layout,
-    joined_latents,
+    join,
     layout_of,
 )
 from triptych.core.checkpoints.gguf.token_lists import (
@@ -30,7 +31,13 @@ from triptych.core.checkpoints.written_files import WrittenFiles
 from triptych.core.storage.gguf import SHARD, SUFFIX, Gguf, shards_of
 from triptych.core.storage.hub import fetch_files
 from triptych.core.storage.settings import Settings
-from triptych.core.storage.tensors import TensorFile, TensorInfo, Tensors, of_one
+from triptych.core.storage.tensors import (
+    InMemory,
+    TensorFile,
+    TensorInfo,
+    Tensors,
+    of_one,
+)
 from triptych.errors import ConfigurationWarning, DataError, UsageError
 from triptych.extras import require_extra
 from triptych.files import write_json, write_text
@@ -43,9 +50,6 @@ _OF_POSITIONS = (
     "rope_factors_short.weight",
 )
 _STACKED = "_exps."
-# The map from the latent of keys and values: two tensors here, one tensor in `transformers`.
-_KEYS = "attn_k_b."
-_VALUES = "attn_v_b."
 
 
 _LAYERS = (
@@ -54,6 +58,7 @@ _LAYERS = (
     "n_layers",
     "num_layers",
     "num_decoder_layers",
+    "num_transformer_layers",
 )
 
 
@@ -103,7 +108,7 @@ class GgufModel(WrittenFiles):
             file.through(MappedBytes(path)) if mapped else file for path, file in files
         ]
         return in_transformers(
-            of_several(read, self.name), self.architecture, self.record, self.name
+            of_several(read, self.name), self.architecture, self.record, self.metadata
         )
 
     def write_beside(self, folder: Path) -> None:
@@ -167,12 +172,27 @@ def find_gguf(folder: Path) -> Path | None:
 
 
 def in_transformers(
-    tensors: Tensors, architecture: Architecture, record: Mapping[str, Any], name: str
+    tensors: Tensors,
+    architecture: Architecture,
+    record: Mapping[str, Any],
+    metadata: Mapping[str, Any],
 ) -> Tensors:
     """Return the tensors of a GGUF file under the names, and in the layouts, of `transformers`."""
-    family = family_of(architecture.model_type)
-    assert family is not None, architecture.model_type
-    return of_one(_Renamed(tensors, architecture, record, family, name))
+    renamed = of_one(_Renamed(tensors, architecture, record))
+    if not architecture.listed:
+        return renamed
+    lists = dict[str, Tensor]()
+    for entry in architecture.listed:
+        values = metadata.get(entry.key)
+        layers = record["num_hidden_layers"]
+        if not isinstance(values, list) or len(values) != layers:
+            raise DataError(
+                f"{tensors.name}: {entry.key} is no list of {layers} numbers, one of each layer"
+            )
+        for layer, value in enumerate(values):
+            name = f"{architecture.prefix}{entry.name.format(layer=layer)}"
+            lists[name] = torch.full(entry.shape, float(value))
+    return renamed.replacing(lists.keys(), InMemory(tensors.name, lists))
 
 
 @final
@@ -184,21 +204,23 @@ class _Renamed(TensorFile):
         tensors: Tensors,
         architecture: Architecture,
         record: Mapping[str, Any],
-        family: Family,
-        name: str,
     ) -> None:
+        family = family_of(architecture.model_type)
+        assert family is not None, architecture.model_type
+        name = tensors.name
         self.name = name
         self._tensors = tensors
         # name in the file, number of the expert in a stack, and layout, by name in `transformers`
         self._stored: dict[str, tuple[str, int | None, Layout]] = {}
         self.infos = {}
         heads = _heads(record)
+        self._heads = heads
         settings = Settings(record, name)
         layers = max(record[key] for key in _LAYERS if key in record)
         stored = [own for own in tensors.infos if own not in _OF_POSITIONS]
-        self._joined: dict[str, tuple[str, str]] = {}
-        if architecture.split_latents:
-            stored = list(self._join(stored))
+        self._joined: dict[str, tuple[Joined, dict[str, Layout]]] = {}
+        for joined in architecture.joined:
+            stored = self._join(joined, stored, architecture, settings)
         names = names_in_transformers(architecture, int(layers), family, stored)
         for own in stored:
             if own not in names:
@@ -217,30 +239,49 @@ class _Renamed(TensorFile):
                 self._stored[there] = own, expert, layout
                 self.infos[there] = info
 
-    def _join(self, stored: Iterable[str]) -> Iterator[str]:
-        """Enter pairs of tensors with a joint tensor in `transformers`; yield all other names."""
-        # Older files have the joint tensor.
-        for own in stored:
-            if _VALUES in own:
+    def _join(
+        self,
+        joined: Joined,
+        stored: list[str],
+        architecture: Architecture,
+        settings: Settings,
+    ) -> list[str]:
+        """Enter joined tensors of `transformers`; return the names of all other tensors."""
+        used: set[str] = set()
+        for first in stored:
+            layer = first.removeprefix("blk.").removesuffix(f".{joined.parts[0]}")
+            parts = [f"blk.{layer}.{part}" for part in joined.parts]
+            # Files may have the joint tensor instead, or other tensors in this layer.
+            if parts[0] != first or not all(
+                one in self._tensors.infos for one in parts
+            ):
                 continue
-            values = own.replace(_KEYS, _VALUES)
-            if _KEYS not in own or values not in self._tensors.infos:
-                yield own
-                continue
-            layer = own.split(".")[1]
-            name = f"model.layers.{layer}.self_attn.kv_b_proj.weight"
-            keys, of_values = (self._tensors.infos[one] for one in (own, values))
-            if len(keys.shape) != 3 or len(of_values.shape) != 3:
-                raise DataError(
-                    f"{self.name}: tensors {own} and {values} have no dimension of heads"
-                )
-            heads, rank, width = keys.shape
-            self._joined[name] = own, values
-            self.infos[name] = TensorInfo(
-                keys.dtype,
-                (heads * (width + of_values.shape[1]), rank),
-                keys.num_bytes + of_values.num_bytes,
+            name = f"{architecture.prefix}{joined.name.format(layer=layer)}"
+            self._joined[name] = (
+                joined,
+                {
+                    part: layout_of(architecture, part, self._heads, settings)
+                    for part in parts
+                },
             )
+            infos = [self._tensors.infos[part] for part in parts]
+            shapes = [torch.empty(info.shape, device="meta") for info in infos]
+            whole = self._whole(name, dict(zip(parts, shapes, strict=True)))
+            size = sum(info.num_bytes for info in infos)
+            self.infos[name] = TensorInfo(infos[0].dtype, tuple(whole.shape), size)
+            used.update(parts)
+        return [name for name in stored if name not in used]
+
+    def _whole(self, name: str, parts: Mapping[str, Tensor]) -> Tensor:
+        joined, layouts = self._joined[name]
+        try:
+            read = [layouts[part].read(tensor) for part, tensor in parts.items()]
+            return join(joined, read, self._heads)
+        except (RuntimeError, IndexError):
+            shapes = ", ".join(str(list(part.shape)) for part in parts.values())
+            raise DataError(
+                f"{self.name}: tensors {', '.join(parts)} of shapes {shapes} do not fit each other"
+            ) from None
 
     def _infos(
         self, own: str, there: str
@@ -259,8 +300,8 @@ class _Renamed(TensorFile):
 
     def read(self, name: str) -> Tensor:
         if name in self._joined:
-            keys, values = (self._tensors.read(own) for own in self._joined[name])
-            return joined_latents(keys, values)
+            parts = self._joined[name][1]
+            return self._whole(name, {one: self._tensors.read(one) for one in parts})
         own, expert, layout = self._stored[name]
         found = (
             self._tensors.read(own)
@@ -288,23 +329,16 @@ class _Renamed(TensorFile):
         return self.read(name)[start:stop]
 
 
+_HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "num_query_heads")
+_KEY_HEADS = ("num_key_value_heads", "num_kv_heads")
+
+
 def _heads(record: Mapping[str, Any]) -> Heads:
-    queries = next(
-        (
-            record[key]
-            for key in ("num_attention_heads", "n_head", "n_heads", "num_heads")
-            if key in record
-        ),
-        1,
-    )
-    keys = next(
-        (
-            record[key]
-            for key in ("num_key_value_heads", "num_kv_heads")
-            if key in record
-        ),
-        None,
-    )
+    queries = next((record[key] for key in _HEADS if key in record), 1)
+    keys = next((record[key] for key in _KEY_HEADS if key in record), None)
+    if isinstance(queries, list) and isinstance(keys, list):
+        # Heads of each layer: no layout of such models depends on them.
+        return Heads(1, 1)
     if keys is None:
         keys = 1 if record.get("multi_query") else queries
     if not all(

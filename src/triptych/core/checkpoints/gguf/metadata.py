@@ -142,7 +142,9 @@ def read_configuration(
     for key, expression in architecture.fields.items():
         path = _first(expression)
         value = settings.value(key)
-        if isinstance(value, list):
+        if key in architecture.by_layer and isinstance(value, int):
+            value = [value] * settings.count("block_count")
+        if isinstance(value, list) and key not in architecture.by_layer:
             raise DataError(
                 f"{settings.where}: {key} differs between its layers, which is not read"
             )
@@ -169,6 +171,7 @@ def read_configuration(
 def unfollowed(architecture: Architecture, settings: Settings) -> list[str]:
     """Return the unsupported keys of the architecture's metadata."""
     known = {*architecture.fields, *architecture.derived, *_HARMLESS, *defaults()}
+    known |= architecture.columns.keys()
     known |= {f"rope.scaling.{name}" for name in _OF_SCALING}
     if architecture.windows:
         known.add("attention.sliding_window_pattern")
@@ -193,7 +196,7 @@ def _keys(record: Mapping[str, Any], above: str = "") -> list[str]:
 
 # The first alternative of an expression, a path in the configuration.
 def _first(expression: str) -> str:
-    return expression.split("|")[0].strip()
+    return expression.split("|")[0].strip().removesuffix("[]")
 
 
 def _read_positions(
@@ -221,7 +224,7 @@ def _read_positions(
             f"{settings.where}: rope.dimension_count is {shown(rotated)} of {width} channels, which its "
             "architecture does not do"
         )
-    scaling = _scaling(settings)
+    scaling = _scaling(architecture, settings)
     length = settings.value("context_length")
     if _FACTORS in tensors:
         if not architecture.rope_factors or scaling:
@@ -246,11 +249,15 @@ def _read_positions(
         if attention is not None:
             scaling["attention_factor"] = attention
         record["original_max_position_embeddings"] = original
-    if scaling:
+    parameters = record.get("rope_parameters", {})
+    if "rope_type" in parameters:
+        base = settings.value("rope.freq_base")
+        record["rope_parameters"] = {**parameters, "rope_theta": base, **scaling}
+    elif scaling:
         record["rope_scaling"] = scaling
 
 
-def _scaling(settings: Settings) -> dict[str, Any]:
+def _scaling(architecture: Architecture, settings: Settings) -> dict[str, Any]:
     kind = settings.value("rope.scaling.type")
     # The divisors of LongRoPE are tensors (`_read_positions`).
     if kind in (None, "none") or kind == "longrope":
@@ -262,7 +269,7 @@ def _scaling(settings: Settings) -> dict[str, Any]:
         raise DataError(
             f"{settings.where}: rope.scaling.type is {shown(kind)}: linear and yarn are read"
         )
-    found = {"rope_type": "yarn", "factor": factor}
+    found = {"rope_type": "yarn", "factor": factor, "truncate": True}
     for key, name in (
         ("original_context_length", "original_max_position_embeddings"),
         ("yarn_beta_fast", "beta_fast"),
@@ -272,7 +279,9 @@ def _scaling(settings: Settings) -> dict[str, Any]:
             found[name] = value
     # llama.cpp multiplies scores by this factor of the logarithm, and leaves rotations at their length.
     if (log_factor := settings.value("rope.scaling.yarn_log_multiplier")) is not None:
-        found["mscale"] = found["mscale_all_dim"] = round(10 * log_factor, 6)
+        every = log_factor if architecture.plain_mscale else round(10 * log_factor, 6)
+        found["mscale"] = 1.0 if architecture.plain_mscale else every
+        found["mscale_all_dim"] = every
     return found
 
 
@@ -362,6 +371,9 @@ def written_metadata(
     """
     found = {}
     for key, expression in {**architecture.fields, **architecture.derived}.items():
+        if key == "rope.freq_base":
+            # The same order as in family files: `rope_theta` may be a default of the class.
+            expression = f"rope_parameters.rope_theta | {expression}"
         value = settings.value(expression)
         if value is not None:
             found[key] = value

@@ -10,12 +10,13 @@ from functools import cache
 from typing import Any
 
 from triptych.core.checkpoints.family import Family
-from triptych.core.checkpoints.gguf.architectures import Architecture
+from triptych.core.checkpoints.gguf.architectures import Architecture, Joined, Listed
 
 _SUFFIXES = (".weight", ".bias")
 _WITHIN = (
     "transformer.",
     "model.language_model.",
+    "model.text_model.",
     "language_model.model.",
     "language_model.",
     "bert.",
@@ -28,6 +29,7 @@ _PREFIXES = ("model.language_model.", "model.", "transformer.", "gpt_neox.")
 # `transformers` has a tensor for each expert; GGUF files stack the experts.
 _EXPERTS = re.compile(r"(?P<start>.*\bexperts)\.(?P<end>[^.]+)")
 _EXPERT = re.compile(r"(?P<start>.*\bexperts)\.(?P<expert>\d+)\.(?P<end>.+)")
+_LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 # Fields of family files; their words may be names of modules of other models.
 _NO_NAMES = ("stack", "kind")
 # The table lists this vector as the bias of a module.
@@ -69,6 +71,21 @@ def name_in_gguf(
     return None
 
 
+def entry_of(
+    architecture: Architecture, name: str
+) -> tuple[Joined | Listed, int] | None:
+    """Return the architecture's entry for a tensor of `transformers` and the tensor's layer, or None."""
+    layer = _LAYER.search(name)
+    if layer is None:
+        return None
+    template = f"{name[: layer.start()]}{{layer}}{name[layer.end() :]}"
+    entries: list[Joined | Listed] = [*architecture.joined, *architecture.listed]
+    for entry in entries:
+        if template.endswith(entry.name):
+            return entry, int(layer[0])
+    return None
+
+
 def names_in_transformers(
     architecture: Architecture, layers: int, family: Family, names: Iterable[str]
 ) -> dict[str, str]:
@@ -80,7 +97,9 @@ def names_in_transformers(
     for name, (_, there) in _table(architecture.name, layers).mapping.items():
         bare = _bare(name)
         left_out = any(bare.endswith(end) for end in architecture.left_out)
-        if name == there or left_out or not _is_of_family(bare, templates):
+        # The table also lists the names in files.
+        of_table = name == there and bare != head
+        if of_table or left_out or not _is_of_family(bare, templates):
             continue
         # A whole name in the family file precedes the name of a submodule of a named module.
         if own.get(there) != head and (
@@ -145,7 +164,7 @@ def _module(name: str) -> str:
 
 
 def _numbered(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "#", name)
+    return _LAYER.sub("#", name)
 
 
 def _is_of_family(name: str, templates: frozenset[str]) -> bool:

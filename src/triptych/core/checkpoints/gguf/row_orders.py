@@ -1,12 +1,13 @@
 """Conversion of tensors between the layouts of llama.cpp and `transformers`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, final
 
 import torch
 from torch import Tensor
 
-from triptych.core.checkpoints.gguf.architectures import Architecture
+from triptych.core.checkpoints.gguf.architectures import Architecture, Joined
 from triptych.core.storage.settings import Settings
 
 
@@ -83,18 +84,50 @@ def layout_of(
     )
 
 
-def joined_latents(keys: Tensor, values: Tensor) -> Tensor:
-    """Return the map from a latent to keys and values of every head, `[heads · (width_k + width_v), rank]`.
+def split(
+    joined: Joined, whole: Tensor, heads: Heads, settings: Settings
+) -> tuple[Tensor, ...]:
+    """Return the parts of a tensor of `transformers` that a file has."""
+    if joined.transposed:
+        whole = whole.mT
+    axis = _outputs(joined)
+    match joined.order:
+        case "halves":
+            return whole.chunk(2, axis)
+        case "alternating":
+            return torch.unbind(torch.unflatten(whole, axis, (-1, 2)), axis)
+        case "by group":
+            width = len(whole) // (heads.queries + 2 * heads.keys)
+            num_rows = [heads.queries * width, heads.keys * width, heads.keys * width]
+            return torch.split(_apart(whole, heads), num_rows)
+        case "latents":
+            # llama.cpp applies the maps of keys to queries: they are transposed.
+            width = settings.count("qk_nope_head_dim | 128")
+            apart = whole.reshape(heads.queries, -1, whole.shape[1])
+            return apart[:, :width].mT, apart[:, width:]
+    return (whole,)
 
-    `keys`: `[heads, rank, width_k]`, as applied to queries. `values`: `[heads, width_v, rank]`.
-    """
-    return torch.cat([keys.mT, values], dim=1).flatten(0, 1)
+
+def join(joined: Joined, parts: Sequence[Tensor], heads: Heads) -> Tensor:
+    """Undo `split`. Raises RuntimeError if the shapes of the parts do not fit each other."""
+    axis = _outputs(joined)
+    whole = parts[0]
+    match joined.order:
+        case "halves":
+            whole = torch.cat(list(parts), axis)
+        case "alternating":
+            whole = torch.stack(list(parts), axis).flatten(axis - 1, axis)
+        case "by group":
+            whole = _by_group(torch.cat(list(parts)), heads)
+        case "latents":
+            keys, values = parts
+            whole = torch.cat([keys.mT, values], dim=1).flatten(0, 1)
+    return whole.mT.contiguous() if joined.transposed else whole
 
 
-def split_latents(whole: Tensor, heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Undo `joined_latents`; `width` is that of the keys."""
-    apart = whole.reshape(heads, -1, whole.shape[1])
-    return apart[:, :width].mT.contiguous(), apart[:, width:].contiguous()
+def _outputs(joined: Joined) -> int:
+    """Return the dimension of outputs, in maps and biases of one expert or of all."""
+    return -1 if joined.parts[0].endswith(".bias") else -2
 
 
 def _swapped(tensor: Tensor, heads: int, stored: Literal["halves", "pairs"]) -> Tensor:
