@@ -163,12 +163,7 @@ class ModelConfig(StoredConfig):
         )
         positions = self.positions.in_attention()
         for stack in get_args(StackName):
-            # A check builds a layer without values, so equal layers are checked once.
-            checked = list[AttentionConfig]()
-            for site in self.sites(stack):
-                if site in checked:
-                    continue
-                checked.append(site)
+            for site in dict.fromkeys(self.sites(stack)):  # equal layers once
                 site.check(
                     self.d_model,
                     self.num_heads,
