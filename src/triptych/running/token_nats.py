@@ -28,7 +28,9 @@ def nats_of(
     vocab_size = rows.shape[1] if head is None else head.output.out_features
     step = max(_MIN_ROWS, _LOGITS_AT_A_TIME // vocab_size)
     parts = []
-    for own, ids in zip(rows.split(step), targets.split(step), strict=True):
+    for own, ids in zip(
+        torch.split(rows, step), torch.split(targets, step), strict=True
+    ):
         logits = at_least_float32(own if head is None else head(own))
         total = logits.logsumexp(dim=-1)
         check(total)

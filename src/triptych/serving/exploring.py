@@ -523,7 +523,7 @@ def token_cosines(
     directions = directions.to(table.device, torch.float32).contiguous()
     step = max(1, _ENTRIES_AT_A_TIME // table.shape[1])
     found = []
-    for rows in table.split(step):
+    for rows in torch.split(table, step):
         wide = rows.float()
         lengths = torch.linalg.vector_norm(wide, dim=1).clamp(min=1e-9)
         found.append(directions @ wide.mT / lengths)
