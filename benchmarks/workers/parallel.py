@@ -20,11 +20,11 @@ from triptych.core.models import EncoderDecoder
 from triptych.core.models.initial import DeferredInit
 from triptych.core.models.storage import model_tensors
 from triptych.launch import end_now
+from triptych.processes import World, launched
 from triptych.training import Trainer
 from triptych.training.computing import Layout, LazyParameters
 from triptych.training.corpora.pair_batches import Batch
 from triptych.training.objectives import TranslationObjective
-from triptych.training.processes import World, launched
 from triptych.training.sections import ValidationConfig
 from triptych.training.state import Counters, write_state
 

@@ -12,6 +12,7 @@ from small_checkpoints import gpt2_that_runs
 from triptych.converting.engines import evaluate_text
 from triptych.core.models import LanguageModel, LanguageModelConfig, PositionsConfig
 from triptych.errors import DataError, UsageError
+from triptych.running import token_nats
 from triptych.running.decoding import GenerationOptions
 from triptych.running.decoding.likelihood import measure_likelihood, token_losses
 from triptych.running.opening import open_language_model
@@ -49,6 +50,23 @@ def test_every_token_but_the_first_is_predicted_once_from_its_window(context: in
         log_probs = own(read[None]).logits[0, -1].log_softmax(dim=-1)
         expected.append(-log_probs[ids[target]])
     torch.testing.assert_close(found, torch.stack(expected))
+
+
+@pytest.mark.parametrize("with_head", [True, False])
+def test_losses_in_pieces_are_those_of_all_logits_at_once(
+    with_head: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = model(30).float().head if with_head else None
+    rows = torch.randn(23, 16 if with_head else 30, generator=torch.Generator().manual_seed(2))
+    targets = torch.randint(0, 30, (23,), generator=torch.Generator().manual_seed(3))
+    checked = list[torch.Tensor]()
+    monkeypatch.setattr(token_nats, "_LOGITS_AT_A_TIME", 150)
+    monkeypatch.setattr(token_nats, "_MIN_ROWS", 4)
+    found = token_nats.nats_of(targets, rows, head, checked.append)
+    logits = rows if head is None else head(rows)
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
+    torch.testing.assert_close(torch.cat(checked), logits.logsumexp(dim=-1))
+    assert [len(part) for part in checked] == [5, 5, 5, 5, 3]
 
 
 def test_documents_are_scored_each_by_itself(tokenizer: Tokenizer) -> None:

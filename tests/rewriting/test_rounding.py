@@ -164,6 +164,28 @@ def test_a_family_that_was_misread_is_noticed_when_the_certificate_is_tried_agai
     assert "attention of decoder 0 moves first" in failed.found
 
 
+@pytest.mark.parametrize("has_targets", [True, False])
+def test_models_compared_in_blocks_of_rows_have_the_figures_of_whole_windows(
+    has_targets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = open_text_reader(tiny("llama", tmp_path / "one"))
+    other = open_text_reader(tiny("llama", tmp_path / "other", seed=1))
+    windows = [*one.random_windows(2017)]
+    if has_targets:
+        windows = [replace(window, targets=window.inputs["input_ids"][0].roll(1)) for window in windows]
+    whole = compare_outputs(one, other, iter(windows))
+    outputs = [(one.outputs(window), other.outputs(window)) for window in windows]
+    vocab_size = outputs[0][0].shape[1]
+    assert whole.tokens == sum(len(rows) for rows, _ in outputs) > 3 * len(windows)
+    monkeypatch.setattr("triptych.rewriting.on_text._NUMBERS_AT_A_TIME", 3 * vocab_size)
+    blocks = compare_outputs(one, other, iter(windows))
+    assert blocks.farthest == whole.farthest
+    assert (blocks.loss_after_nats is not None) == has_targets
+    figures = [[value for value in part if isinstance(value, float | int)] for part in (blocks, whole)]
+    assert len(figures[0]) == (7 if has_targets else 5)
+    assert figures[0] == pytest.approx(figures[1], rel=1e-12)
+
+
 def test_one_wrong_number_beside_the_attention_is_more_than_rounding(tmp_path: Path) -> None:
     source = tiny("llama", tmp_path / "source")
     rewrite_checkpoint(str(source), tmp_path / "out", EXACT_RECIPE, compare=False)

@@ -18,6 +18,7 @@ from small_checkpoints import bert_that_runs
 from triptych.model import Model, load
 from triptych.seeing.attending.held_out import HeldOutText
 from triptych.seeing.reports import short_name
+from triptych.serving import exploring
 from triptych.serving.exploring import Explorer, Shown, rounded
 
 TEXT = "The cat sat on the mat"
@@ -160,6 +161,15 @@ def test_the_forms_of_a_head_are_those_of_its_matrices(served: Served, language_
         language_model.reader.tokenizer.pieces(side.topk(6).indices.tolist()) for side in (cosines, -cosines)
     ]
     assert first["reads"] in [[piece.replace("▁", " ") for piece in pieces] for pieces in ends]
+
+
+def test_directions_are_compared_with_a_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(5)
+    table = torch.randn(50, 16, generator=draw).bfloat16()
+    directions = torch.randn(3, 16, generator=draw)
+    monkeypatch.setattr(exploring, "_ENTRIES_AT_A_TIME", 7 * 16)
+    found = exploring.token_cosines(table, directions)
+    torch.testing.assert_close(found, directions @ F.normalize(table.float(), dim=1).mT)
 
 
 def test_the_forms_of_an_encoder_have_directions_among_its_tokens(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from triptych.core.models import EncoderDecoder, LanguageModel
 from triptych.core.models.blocks import recompute_activations
 from triptych.launch import end_now
+from triptych.processes import World, launched
 from triptych.running.text import TokenSequences
 from triptych.training import AnyRecipe, Recipe, resolve
 from triptych.training.computing import Computing, Whole, rows_of_rank
@@ -21,7 +22,6 @@ from triptych.training.corpora.pair_batches import TokenBatches
 from triptych.training.device_plan import filled
 from triptych.training.objectives import LanguageObjective, Objective, TranslationObjective
 from triptych.training.optimizers import Optimizer
-from triptych.training.processes import World, launched
 
 # Weights and activations of a few MB each: what is not a tensor of the step is small compared with them.
 TREES: dict[str, Any] = {

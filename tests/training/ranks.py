@@ -24,6 +24,7 @@ from triptych.core.models.initial import DeferredInit
 from triptych.core.models.storage import model_tensors
 from triptych.errors import TriptychError
 from triptych.launch import end_now
+from triptych.processes import World, launched
 from triptych.running.text import TokenSequences
 from triptych.training import TrainingConfig, ValidationConfig
 from triptych.training.computing import Computing, LazyParameters, NotCounted, Whole, rows_of_rank
@@ -33,7 +34,6 @@ from triptych.training.corpora.pair_batches import TokenBatches
 from triptych.training.distributed import spread as in_shards
 from triptych.training.objectives import LanguageObjective, Objective, TranslationObjective
 from triptych.training.optimizers import Optimizer
-from triptych.training.processes import World, launched
 from triptych.training.sections import OptimisationConfig
 from triptych.training.sharded_state import ShardedStates, read_sharded_state
 from triptych.training.state import Counters, find_state, read_counters

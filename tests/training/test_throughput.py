@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from triptych.processes import World
 from triptych.training.machine import Throughput
-from triptych.training.processes import World
 
 
 def of_two() -> Throughput:

@@ -7,7 +7,7 @@ import torch
 
 from triptych.errors import ElsewhereError, UsageError
 from triptych.launch import environment_alone, num_launched
-from triptych.training.processes import Turns, World, do_each, launched
+from triptych.processes import Turns, World, do_each, launched
 
 
 def both(count: int) -> tuple[Turns, Turns]:

@@ -14,7 +14,7 @@ from triptych.cli.failures import is_given, say
 from triptych.cli.terminal import Terminal, print_json, print_table
 from triptych.files import write_text
 from triptych.launch import speaks
-from triptych.training.processes import launched
+from triptych.processes import launched
 from triptych.training.studies import (
     StudyProgress,
     read_study,

@@ -20,6 +20,7 @@ from triptych.errors import DataError, UsageError
 from triptych.files import write_text
 from triptych.literals import Documents
 from triptych.model import Model, load
+from triptych.processes import do_each, launched
 from triptych.running.decoding import Evaluation, Likelihood
 from triptych.running.measuring import Classification
 from triptych.running.text import (
@@ -29,7 +30,6 @@ from triptych.running.text import (
     whole_documents,
 )
 from triptych.seeing.reports import Table
-from triptych.training.processes import do_each, launched
 
 
 def evaluate(

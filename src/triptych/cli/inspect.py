@@ -23,6 +23,7 @@ from triptych.cli.terminal import (
 )
 from triptych.files import write_text
 from triptych.model import Model, load
+from triptych.processes import do_each, launched
 from triptych.seeing.adapter_effects import AdapterEffects
 from triptych.seeing.inspection import (
     MEASURES,
@@ -38,7 +39,6 @@ from triptych.seeing.reports import (
     write_csv,
     write_parquet,
 )
-from triptych.training.processes import do_each, launched
 
 # The first columns of the output of `--csv`, in all releases.
 _CSV_START = b"checkpoint,stack,layer,kind,head,module,"

@@ -6,12 +6,12 @@ from typing import Any
 from triptych.converting.engines import hash_of, make_translator
 from triptych.converting.target_formats import require_recipe
 from triptych.errors import UsageError
+from triptych.processes import launched
 from triptych.progress import Progress
 from triptych.running.decoding import Translator
 from triptych.running.opened_source import Opened
 from triptych.training import Recipe, read_recipe, require_translation
 from triptych.training.distilling import Distilled, distil_text
-from triptych.training.processes import launched
 from triptych.training.progress import Display, LineDisplay
 
 

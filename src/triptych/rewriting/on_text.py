@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,6 +12,8 @@ from triptych.errors import UsageError
 from triptych.running.opening import Output, TextReader, Window
 
 _FARTHEST = 4
+# Maximum number of outputs compared at a time.
+_NUMBERS_AT_A_TIME = 1 << 21
 
 
 class Deviations(NamedTuple):
@@ -36,53 +39,76 @@ class Deviations(NamedTuple):
     cosine: float = 1.0  # mean cosine of the rows of both models
 
 
+@final
+@dataclass
+class _Sums:
+    """Sums over compared rows, and the largest difference."""
+
+    tokens: int = 0
+    predicted: int = 0  # number of rows with a target
+    worst: float = 0.0
+    divergence: float = 0.0
+    moved: float = 0.0  # squared norm of the difference
+    size: float = 0.0  # squared norm of the original's outputs
+    cosines: float = 0.0
+    losses: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def add(self, one: Tensor, other: Tensor, targets: Tensor | None) -> float:
+        """Add rows of both models; return the largest difference of these rows."""
+        one = one.double()
+        other = other.double()
+        apart = largest_difference(one, other)
+        self.worst = max(self.worst, apart)
+        # KL divergence of the rewritten model's predictions from the original's.
+        log_p = one.log_softmax(dim=-1)
+        log_q = other.log_softmax(dim=-1)
+        self.divergence += float((log_p.exp() * (log_p - log_q)).sum().clamp(min=0))
+        self.tokens += len(one)
+        self.moved += float((one - other).square().sum())
+        self.size += float(one.square().sum())
+        self.cosines += float(torch.cosine_similarity(one, other, dim=-1).sum())
+        if targets is not None:
+            self.predicted += len(targets)
+            for place, found in enumerate((log_p, log_q)):
+                self.losses[place] -= float(found.gather(-1, targets[:, None]).sum())
+        return apart
+
+
 @torch.inference_mode()
 def compare_outputs(
     original: TextReader, rewritten: TextReader, windows: Iterator[Window]
 ) -> Deviations:
     """Compare two models on a text."""
-    tokens = 0
-    worst = 0.0
-    divergence = 0.0
-    predicted = 0
-    losses = [0.0, 0.0]
-    moved = 0.0
-    size = 0.0
-    cosines = 0.0
+    sums = _Sums()
     farthest = list[tuple[float, Window]]()
     for window in windows:
-        one = original.outputs(window).double()
-        other = rewritten.outputs(window).double()
-        apart = largest_difference(one, other)
-        worst = max(worst, apart)
+        one = original.outputs(window)
+        other = rewritten.outputs(window)
+        # The comparison needs several float64 copies of the rows: a vocabulary's size times 8 bytes each.
+        step = max(1, _NUMBERS_AT_A_TIME // max(1, one.shape[-1]))
+        apart = 0.0
+        for start in range(0, len(one), step):
+            rows = slice(start, start + step)
+            targets = None if window.targets is None else window.targets[rows]
+            apart = max(apart, sums.add(one[rows], other[rows], targets))
         farthest = sorted([*farthest, (apart, window)], key=lambda pair: -pair[0])[
             :_FARTHEST
         ]
-        # KL divergence of the rewritten model's predictions from the original's.
-        log_p = one.log_softmax(dim=-1)
-        log_q = other.log_softmax(dim=-1)
-        divergence += float((log_p.exp() * (log_p - log_q)).sum().clamp(min=0))
-        tokens += len(one)
-        moved += float((one - other).square().sum())
-        size += float(one.square().sum())
-        cosines += float(torch.cosine_similarity(one, other, dim=-1).sum())
-        if window.targets is not None:
-            predicted += len(window.targets)
-            for place, found in enumerate((log_p, log_q)):
-                losses[place] -= float(found.gather(-1, window.targets[:, None]).sum())
-    if not tokens:
+    if not sums.tokens:
         raise UsageError("the text is empty: there is nothing to compare on")
-    before, after = (loss / predicted if predicted else None for loss in losses)
+    before, after = (
+        loss / sums.predicted if sums.predicted else None for loss in sums.losses
+    )
     return Deviations(
-        tokens,
-        worst,
-        divergence / tokens,
+        sums.tokens,
+        sums.worst,
+        sums.divergence / sums.tokens,
         before,
         after,
         tuple(window for _, window in farthest),
         original.output,
-        math.sqrt(moved / size) if size else 0.0,
-        cosines / tokens,
+        math.sqrt(sums.moved / sums.size) if sums.size else 0.0,
+        sums.cosines / sums.tokens,
     )
 
 

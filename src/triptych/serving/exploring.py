@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple, final
 
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from triptych.core.heads import Head, Layer, RotaryForm
@@ -42,6 +43,8 @@ _MOST_NEXT = 8
 _NUM_ALTERNATIVES = 4
 _DIRECTIONS = 6
 _NEAREST = 6
+# Maximum number of entries of an embedding table in float32 at a time.
+_ENTRIES_AT_A_TIME = 1 << 18
 _CALL = re.compile(r"(\w+)\(([^()]*)\)")
 # Rewrites without options that keep the function.
 _EXACT = ("fold_value_bias", "drop_key_bias", "fold_norm", "gauge_fix")
@@ -511,6 +514,22 @@ def rounded(found: Any, digits: int = 6) -> Any:
     )
 
 
+@torch.no_grad()
+def token_cosines(
+    table: Float[Tensor, "vocab d_model"], directions: Float[Tensor, "n d_model"]
+) -> Float[Tensor, "n vocab"]:
+    """Compute the products of directions with the normalised rows of a table."""
+    # The table may be the largest tensor of the model: a few rows at a time are in float32.
+    directions = directions.to(table.device, torch.float32).contiguous()
+    step = max(1, _ENTRIES_AT_A_TIME // table.shape[1])
+    found = []
+    for rows in torch.split(table, step):
+        wide = rows.float()
+        lengths = torch.linalg.vector_norm(wide, dim=1).clamp(min=1e-9)
+        found.append(directions @ wide.mT / lengths)
+    return torch.cat(found, dim=1)
+
+
 def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]]:
     """Yield the largest singular directions of the two forms, with the tokens nearest to both vectors."""
     with suppress(
@@ -531,18 +550,8 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         reader.source_tokenizer if half == "encoder" else reader.tokenizer
         for half in halves
     ]
-    # A table shared by encoder and decoder is converted and measured once: it may be the largest tensor of
-    # the model.
-    stacks = reader.model.stacks.items()
-    by_half = {
-        str(half): of.embeddings.table.weight.float()
-        for half, of in stacks
-        if half in halves
-    }
-    lengths = {
-        half: table.norm(dim=1).clamp(min=1e-9) for half, table in by_half.items()
-    }
-    tables = [by_half[half] for half in halves]
+    stacks = {str(kind): own for kind, own in reader.model.stacks.items()}
+    tables = [stacks[half].embeddings.table.weight for half in halves]
     if (
         tables[0].shape[1] != head.W_Q.shape[0]
         or tables[1].shape[1] != head.W_V.shape[0]
@@ -553,9 +562,11 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         top = scores[: tokenizer.vocab_size].topk(min(_NEAREST, len(scores)))
         return [*map(readable, tokenizer.pieces(top.indices.tolist()))]
 
+    def with_opposites(scores: Tensor, tokenizer: Any) -> list[list[str]]:
+        return [best(of, tokenizer) for own in scores for of in (own, -own)]
+
     def nearest(side: int, directions: Tensor) -> list[list[str]]:
-        scores = directions.to(tables[side]) @ tables[side].mT / lengths[halves[side]]
-        return [best(own, tokenizers[side]) for own in scores]
+        return with_opposites(token_cosines(tables[side], directions), tokenizers[side])
 
     for name in ("qk", "ov"):
         try:
@@ -565,10 +576,8 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         form = form.at(0) if isinstance(form, RotaryForm) else form
         U, S, Vh = form.svd()
         count = min(_DIRECTIONS, len(S))
-        # Each direction is followed by its opposite. All are compared with a table at once.
-        signs = torch.tensor([1.0, -1.0], dtype=U.dtype).repeat(count)[:, None]
-        lefts = signs * U.mT[:count].repeat_interleave(2, dim=0)
-        rights = signs * Vh[:count].repeat_interleave(2, dim=0)
+        lefts = U.mT[:count]
+        rights = Vh[:count]
         reads = nearest(0 if name == "qk" else 1, lefts)
         writes: list[list[str]] = [[] for _ in reads]
         if name == "qk":
@@ -576,7 +585,7 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         elif output is not None:
             written = rights.to(output.table)
             written = written if frame is None else frame.part_added(written, written)
-            writes = [best(own, tokenizers[0]) for own in output.logits(written)]
+            writes = with_opposites(output.logits(written), tokenizers[0])
         for number, (read, write) in enumerate(zip(reads, writes, strict=True)):
             yield {
                 "form": name,

@@ -2,12 +2,13 @@
 
 A `Recipe` (`recipe.py`, `sections.py`; TOML) is prepared into an `Objective` (`objectives.py`,
 `translation.py`, `language.py`): batches and a loss. `loop.py` updates, validates and stops; `state.py` and
-`sharded_state.py` keep what resumes to the same bits; `processes.py`, `computing.py` and `distributed.py`
-spread it. `runs.py` is the way in, `folder.py` a run's files; `device_plan.py` plans `layouts.py` by
-formulas. `studies/` compares recipes over seeds (`Study`). Start with `runs.py` and `loop.py`.
+`sharded_state.py` keep what resumes to the same bits; `computing.py` and `distributed.py` spread it over
+processes (`triptych.processes`). `runs.py` is the way in, `folder.py` a run's files; `device_plan.py` plans
+`layouts.py` by formulas. `studies/` compares recipes over seeds (`Study`). Start with `runs.py` and
+`loop.py`.
 
-Interface: `continuing`, `corpora.generated`, `device_plan`, `distilling`, `folder`, `new`, `processes`,
-`progress`, `runs`, `shortlist`, `studies`, `studies.tables`.
+Interface: `continuing`, `corpora.generated`, `device_plan`, `distilling`, `folder`, `new`, `progress`,
+`runs`, `shortlist`, `studies`, `studies.tables`.
 """
 
 from triptych.training.loop import Trainer as Trainer

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from triptych.core.models import AnyModel, find_device, load_tensors
 from triptych.errors import UsageError
+from triptych.processes import World
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
 from triptych.training.precision import NarrowTwin
-from triptych.training.processes import World
 from triptych.training.sections import OptimisationConfig
 
 Kind = Literal["ddp", "fsdp", "hybrid"]

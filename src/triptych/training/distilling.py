@@ -17,6 +17,7 @@ import tomli_w
 
 from triptych.errors import DataError, UsageError
 from triptych.files import file_hash, hold_folder, write_json, write_text
+from triptych.processes import World
 from triptych.progress import Progress
 from triptych.running.decoding import (
     Translation,
@@ -26,7 +27,6 @@ from triptych.running.decoding import (
 )
 from triptych.training.corpora.corpora import ParallelCorpus
 from triptych.training.folder import hash_parts
-from triptych.training.processes import World
 from triptych.training.progress import Display
 from triptych.training.recipe import (
     Recipe,

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from triptych.core.models import AnyModel, EncoderDecoder, OffsetNorm
 from triptych.errors import UsageError
+from triptych.processes import World
 from triptych.training.computing import Computing, Kind, LazyParameters
 from triptych.training.losses import Loss
 from triptych.training.objectives import Objective, TrainingBatch
-from triptych.training.processes import World
 
 
 def spread(

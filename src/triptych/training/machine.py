@@ -24,8 +24,8 @@ from torch.utils.flop_counter import (
 )
 
 from triptych.errors import UsageError
+from triptych.processes import World
 from triptych.threads import Ahead
-from triptych.training.processes import World
 
 T = TypeVar("T")
 

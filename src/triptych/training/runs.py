@@ -21,6 +21,7 @@ from triptych.core.storage import CERTIFICATE
 from triptych.errors import UsageError
 from triptych.files import NewFolder, hold_folder, write_json, write_text
 from triptych.launch import num_restarts
+from triptych.processes import World, code_digests, launched
 from triptych.running.opening import RECIPE
 from triptych.threads import torch_threads
 from triptych.training.card import write_card
@@ -37,7 +38,6 @@ from triptych.training.loop import (
     TrainingResult,
 )
 from triptych.training.objectives import Objective
-from triptych.training.processes import World, code_digests, launched
 from triptych.training.progress import (
     Display,
     LineDisplay,

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from triptych.core.models import AnyModel, model_tensors
 from triptych.errors import DataError, TriptychError, first_line
+from triptych.processes import World
 from triptych.training.optimizers import Optimizer
-from triptych.training.processes import World
 from triptych.training.state import (
     Counters,
     complete_states,

@@ -64,7 +64,12 @@ def _products_of_blocks(
     W: Float[Tensor, "forms rows width"],
 ) -> Float[Tensor, "forms blocks width width"]:
     """Compute the mean of wᵀw over the rows w of each block."""
-    blocks = W.movedim(-2, 0).tensor_split(min(ROWS, W.shape[-2]))
+    count = min(ROWS, W.shape[-2])
+    if W.shape[-2] % count == 0:
+        equal = W.reshape(len(W), count, -1, W.shape[-1])
+        products: Tensor = equal.mT @ equal
+        return products / equal.shape[-2]
+    blocks = W.movedim(-2, 0).tensor_split(count)
     # Blocks may differ by a row: a row of zeros changes no sum.
     padded = pad_sequence([*blocks], batch_first=True).permute(2, 0, 1, 3).contiguous()
     lengths = torch.tensor([len(block) for block in blocks])

@@ -163,7 +163,7 @@ class ModelConfig(StoredConfig):
         )
         positions = self.positions.in_attention()
         for stack in get_args(StackName):
-            for site in self.sites(stack):
+            for site in dict.fromkeys(self.sites(stack)):  # equal layers once
                 site.check(
                     self.d_model,
                     self.num_heads,

@@ -25,9 +25,11 @@ from triptych.running.batching import padded_alike
 from triptych.running.text.encoding import encode_texts
 from triptych.running.text.tokenizers import Tokenizer
 from triptych.running.text.unknown_characters import count_unknown, why_no_bits
+from triptych.running.token_nats import nats_of
 
 _LONGEST_CONTEXT = 1024  # maximum default context, also for a model without a limit
-_LOGITS_AT_A_TIME = 1 << 26
+# Maximum number of logits of the windows of a batch.
+_LOGITS_OF_A_BATCH = 1 << 26
 
 # Function from token ids `[rows, length]` to logits of the next token at each position.
 Logits = Callable[[Tensor], Tensor]
@@ -104,22 +106,20 @@ def token_losses(
         windows.append((end - context, min(end, last), predicted))
         predicted = end
     # Windows of equal length share a batch, limited by the size of its logits.
-    at_a_time = max(1, _LOGITS_AT_A_TIME // (context * model.vocab_size))
+    at_a_time = max(1, _LOGITS_OF_A_BATCH // (context * model.vocab_size))
     place = 0
     while place < len(windows):
         length = windows[place][1] - windows[place][0]
         batch = [w for w in windows[place : place + at_a_time] if w[1] - w[0] == length]
         place += len(batch)
         read = torch.stack([whole[begin:end] for begin, end, _ in batch])
-        logits = model(read).logits if compute is None else compute(read)
-        for (begin, end, before), row in zip(batch, logits, strict=True):
-            own = at_least_float32(row[before - begin :])
+        rows = model.hidden(read) if compute is None else compute(read)
+        for (begin, end, before), row in zip(batch, rows, strict=True):
             targets = whole[before + 1 : end + 1]
-            total = own.logsumexp(dim=-1)
-            require_finite_values(
-                model, total, None if compute else partial(model, read)
-            )
-            found.append(total - own.gather(1, targets[:, None])[:, 0])
+            head = model.head if compute is None else None
+            again = None if compute else partial(model, read)
+            check = partial(require_finite_values, model, again=again)
+            found.append(nats_of(targets, row[before - begin :], head, check))
             tell(found[-1])
     return found
 

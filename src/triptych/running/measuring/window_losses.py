@@ -6,6 +6,7 @@ A batch of windows computes its loss from hidden states, so that a model with an
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -26,8 +27,7 @@ from triptych.running.opening.layer_calls import TextIds
 from triptych.running.opening.reader import Reader
 from triptych.running.text.masking import MaskingSpec
 from triptych.running.text.tokenizers import Tokenizer
-
-_LOGITS_AT_A_TIME = 1 << 25
+from triptych.running.token_nats import nats_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,24 +75,16 @@ class TokenBatch(WindowBatch):
     def losses(
         self, reader: Reader, hidden: Float[Tensor, "all length d_model"]
     ) -> Float[Tensor, "times rows"]:
-        # Logits are computed for a limited number of tokens at a time: a row has the vocabulary's size.
         model = reader.model
         assert model.head is not None, "`require_loss` asks for it"
         times = hidden.shape[0] // self.predicts.shape[0]
         counted = self.predicts.repeat(times, 1)
         wanted = self.targets.repeat(times, 1)[counted]
         rows = counted.nonzero()[:, 0]
-        step = max(1, _LOGITS_AT_A_TIME // model.head.output.out_features)
-        parts = []
-        for read, ids in zip(
-            torch.split(hidden[counted], step), torch.split(wanted, step), strict=True
-        ):
-            logits = at_least_float32(model.head(read))
-            total = logits.logsumexp(dim=-1)
-            require_finite_values(model, total)
-            parts.append(total - logits.gather(1, ids[:, None])[:, 0])
+        check = partial(require_finite_values, model)
+        losses = nats_of(wanted, hidden[counted], model.head, check)
         sums = torch.zeros(counted.shape[0], dtype=torch.float64, device=hidden.device)
-        return sums.index_add_(0, rows, torch.cat(parts).double()).view(times, -1)
+        return sums.index_add_(0, rows, losses.double()).view(times, -1)
 
 
 @final

@@ -16,6 +16,7 @@ from triptych import user_code
 from triptych.errors import TriptychError, UsageError
 from triptych.extras import require_extra
 from triptych.files import hold_folder, write_text
+from triptych.processes import World, code_digests
 from triptych.rewriting.recipe import RewriteRecipe
 from triptych.running.text import (
     MOST_UNKNOWN,
@@ -26,7 +27,6 @@ from triptych.threads import num_cores
 from triptych.toml import read_toml
 from triptych.training.corpora.corpora import read_parallel
 from triptych.training.metrics import read_metrics
-from triptych.training.processes import World, code_digests
 from triptych.training.progress import SilentDisplay
 from triptych.training.recipe import AnyRecipe, with_values
 from triptych.training.studies.compute_budget import (

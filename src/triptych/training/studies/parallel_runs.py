@@ -15,9 +15,9 @@ import torch
 from triptych.errors import TriptychError, UsageError
 from triptych.files import write_text
 from triptych.launch import environment_alone, num_on_machine, place_on_machine
+from triptych.processes import Turns, World
 from triptych.training.machine import StopRequest
 from triptych.training.metrics import read_metrics
-from triptych.training.processes import Turns, World
 from triptych.training.studies.study_job import Result, StudyJob, read_result
 
 # Command of a job's process; its argument is the job's file.
