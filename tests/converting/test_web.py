@@ -286,7 +286,7 @@ def test_a_switch_is_measured_on_the_runs_own_held_out_sentences(
     assert (len(record["held_out"]["windows"]), record["held_out"]["units"]) == (50, "sentences")
     assert record["example"] in sources[:50]
     text = HeldOutText(demo.reader, sources[:count], targets[:count])
-    (found,) = ask(page, ("held_out", {"changes": [call], "parts": 10}), held_out=count)
+    (found,) = ask(page, ("held_out", {"changes": [call], "parts": 50}), held_out=count)
     own = text.compare(change_model(demo, call).reader)
     assert own.interval is not None
     assert found["loss"] == pytest.approx([own.before, own.after], abs=1e-4)

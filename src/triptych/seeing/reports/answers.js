@@ -13,15 +13,16 @@ class Answers {
     this.source = new Tokenizer(record.tokenizers.source);
     this.target = record.tokenizers.target ? new Tokenizer(record.tokenizers.target) : this.source;
     this.kept = new Map();
+    this.keptLosses = new Map();
   }
 
   // The latest results, so that one change or one text is computed once
-  remembered(key, compute) {
-    if (!this.kept.has(key)) {
-      if (this.kept.size > 256) this.kept.delete(this.kept.keys().next().value);
-      this.kept.set(key, compute());
-    }
-    return this.kept.get(key);
+  remembered(key, compute, kept = this.kept, most = 24) {
+    const found = kept.has(key) ? kept.get(key) : compute();
+    kept.delete(key); // the latest is the last
+    kept.set(key, found);
+    if (kept.size > most) kept.delete(kept.keys().next().value);
+    return found;
   }
   changed(calls) { return calls.length ? this.remembered(`model ${calls}`, () => changes.changed(this.model, calls)) : this.model; }
 
@@ -74,8 +75,8 @@ class Answers {
     }));
     const { held_out } = this.record;
     const tokens = held_out && held_out.windows.reduce((sum, one) => sum + this.predicted(one), 0);
-    const about = held_out && { name: held_out.name, tokens, parts: Math.ceil(held_out.windows.length / 5), units: held_out.units };
-    return { models: [{ name, languages: null, can: ["read", "run", source ? "translate" : "generate"], pairs: source, layers, exact: [], held_out: about, examples: this.examples() }] };
+    const about = held_out && { name: held_out.name, tokens, parts: held_out.windows.length, units: held_out.units };
+    return { models: [{ name, languages: null, can: ["read", "run", source ? "translate" : "generate"], pairs: source, layers, exact: [], held_out: about, example: this.record.example, examples: this.examples() }] };
   }
   // The held-out sentences of a translator
   examples() {
@@ -220,13 +221,12 @@ class Answers {
     return source ? all : all.slice(0, Math.max(1, this.source.encode(text, true).length - 1));
   }
 
-  // The loss on the held-out sentences, five at a time
+  // The loss on the held-out sentences, one at a time
   held_out({ changes: calls, parts }) {
     const { windows } = this.record.held_out;
-    const all = Math.ceil(windows.length / 5);
-    const [before, after] = [[], calls].map((own) => windows.slice(0, 5 * parts).map(({ ids, source }, i) => this.remembered(`loss ${own} ${i}`, () =>
-      this.changed(own).losses(ids, source).reduce((sum, nats) => sum + nats, 0))));
-    if (parts < all) return { parts, loss: null, interval: null };
+    const [before, after] = [[], calls].map((own) => windows.slice(0, parts).map(({ ids, source }, i) => this.remembered(`${own} ${i}`, () =>
+      this.changed(own).losses(ids, source).reduce((sum, nats) => sum + nats, 0), this.keptLosses, 16 * windows.length)));
+    if (parts < windows.length) return { parts, loss: null, interval: null };
     const units = Math.max(...windows.map(({ unit }) => unit)) + 1;
     const [sums, counts] = [new Float64Array(units), new Float64Array(units)];
     windows.forEach((one, i) => {

@@ -90,7 +90,9 @@ const engine = (() => {
     let sum = 0;
     for (const logit of logits) sum += Math.exp(logit - most);
     const log = most + Math.log(sum);
-    return Float64Array.from(logits, (logit) => logit - log);
+    const out = new Float64Array(logits.length);
+    for (let i = 0; i < logits.length; i++) out[i] = logits[i] - log;
+    return out;
   }
 
   // LayerNorm (x − mean) / √(var + eps) ∘ w + b, or RMSNorm x / √(mean(x²) + eps) ∘ w
