@@ -558,8 +558,11 @@ const engine = (() => {
       let found = data;
       const [rows, columns] = shape.slice(-2);
       const one = (i) => (shape.length === 3 ? matrix(rows, columns, data.subarray(i * rows * columns, (i + 1) * rows * columns)) : row(matrix(rows, columns, data), i));
-      // Heads of a group read the same map.
-      if (heads) found = Array.from({ length: heads }, (_, head) => one(Math.floor((head * shape[0]) / heads)));
+      if (heads) {
+        const copies = Array.from({ length: shape[0] }, (_, i) => one(i));
+        // Heads of a group read the same map.
+        found = Array.from({ length: heads }, (_, head) => copies[Math.floor((head * copies.length) / heads)]);
+      }
       else if (shape.length === 2) found = matrix(rows, columns, data);
       known.set(name, found);
       return found;
