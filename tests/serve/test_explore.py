@@ -358,7 +358,8 @@ def test_layers_of_a_switch_are_chosen_in_one_place(tab: Page, served: Served) -
     assert tab.value(f"{where}.selectedOptions[0].text") == "every cross-attention layer"
     pressed = "[...document.querySelectorAll('#switches [aria-pressed=true]')].map((one) => one.textContent)"
     assert tab.value(pressed) == ["W_K = W_V"]
-    ties = "[...document.querySelectorAll('#switches button')].filter((one) => one.textContent === 'W_Q = W_K')"
+    buttons = "[...document.querySelectorAll('#switches button')]"
+    ties = f"{buttons}.filter((one) => one.textContent === 'W_Q = W_K')"
     assert tab.value(f"{ties}.map((one) => one.ariaDisabled)") == ["true"]
     opened(tab, served, "#decoder.0.0&model=gpt&text=The+cat")
     assert tab.value(f"[...{where}.options].map((one) => one.text)") == ["layer 0", "every layer"]

@@ -106,9 +106,21 @@ class Explorer {
       byId("key-form").hidden = true;
       byId("model").replaceChildren(...this.models.map(({ name }) => make("option", { value: name }, name)));
       byId("model-choice").hidden = this.models.length < 2;
-      this.fromHash();
-      await (this.target ? this.look(this.turn) : this.write());
+      await this.open();
     }, "open");
+  }
+  // What the address says
+  async open() {
+    this.fromHash();
+    const read = () => (this.target ? this.look(++this.turn) : this.write());
+    try {
+      await read();
+    } catch (error) {
+      if (!this.changes.length) throw error;
+      this.changes = []; // the model may refuse them: it is then shown as it is
+      await read();
+      throw error;
+    }
   }
 
   // An error is said, and the time of an answer.
@@ -136,7 +148,7 @@ class Explorer {
     byId("model").value = (named ?? this.models[0]).name;
     this.text = rest.get("text") || (recorded?.text || this.models[0].example || TEXTS[this.isTranslator ? "translate" : "generate"]);
     this.target = rest.get("target") ?? "";
-    this.changes = rest.getAll("if");
+    this.changes = [...new Set(rest.getAll("if"))];
     this.group = null;
     byId("text").value = this.text;
     this.showModel();
@@ -167,7 +179,10 @@ class Explorer {
     byId("count-choice").hidden = !this.model.can.includes("generate");
   }
 
-  written(changes) { return ask("write", { model: this.model.name, text: this.text, changes, count: Number(byId("count").value), ...(here ? { beam: clamp(Number(byId("beam").value) || 1, 1, 8) } : {}) }); }
+  written(changes) {
+    const within = (name) => clamp(Math.round(Number(byId(name).value)) || 1, Number(byId(name).min), Number(byId(name).max));
+    return ask("write", { model: this.model.name, text: this.text, changes, count: within("count"), ...(here ? { beam: within("beam") } : {}) });
+  }
 
   use(text) {
     if (!this.models) return;
@@ -384,7 +399,9 @@ class Explorer {
     if (active) [...byId("switches").querySelectorAll("button, input, select")].find((node) => node.dataset.calls === active || node.id === active)?.focus();
     const chips = this.changes.map((call) => make("button", { type: "button", class: "chip", "data-remove": call, title: call, "aria-label": `undo ${inWords(call)}` }, `${inWords(call)} ✕`));
     if (chips.length) chips.push(make("button", { type: "button", "data-remove": "*" }, "undo all"));
+    const isOnChange = byId("changes").contains(document.activeElement);
     byId("changes").replaceChildren(...chips);
+    if (isOnChange) (chips[0] ?? byId("where")).focus();
     byId("of-unchanged").hidden = !this.changes.length;
   }
   // Sliders of the ranks of the two forms
@@ -641,7 +658,7 @@ class Explorer {
     });
     byId("forms").addEventListener("toggle", () => { if (byId("forms").open && this.viewer) this.tell(() => this.showForms(this.turn)); });
     document.addEventListener("themechange", () => { if (this.forms) this.drawForms(); });
-    addEventListener("hashchange", () => { if (this.models) this.tell(async () => { this.fromHash(); await (this.target ? this.look(++this.turn) : this.write()); }); });
+    addEventListener("hashchange", () => { if (this.models) this.tell(() => this.open()); });
   }
 }
 document.getElementById("explore").explorer = new Explorer();

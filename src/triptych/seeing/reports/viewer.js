@@ -7,7 +7,7 @@ const MEAN = -1; // the mean of a layer's heads, in the place of a head
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const clamp = (value, low, high) => Math.max(low, Math.min(value, high));
 // A token in a line of its own: without the space before it, and never invisible.
-const shortly = (token) => token.trim() || token.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
+const shortly = (token) => token.trim().replaceAll("\n", "↵") || token.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
 const shown = (weight) => (weight >= 0.0005 || weight === 0 ? weight.toFixed(3) : weight.toExponential(0));
 
 // The part of the address after "#". Safari and Firefox refuse more than about ten changes in a second: the last one is
