@@ -8,7 +8,7 @@ import torch
 from attending.tiny_readers import language_reader, pair_reader
 from triptych import UsageError
 from triptych.seeing.attending import attend
-from triptych.seeing.attending.alignment import AlignedWords, word_weights, words_of
+from triptych.seeing.attending.alignment import AlignedWords, all_words_of, word_weights, words_of
 
 ENGLISH = ["▁A", "▁man", "▁in", "▁a", "▁T", "-", "shi", "rt", ".", "</s>"]
 GERMAN = ["▁Ein", "▁Mann", "▁in", "▁einem", "▁T", "-", "Shirt", ".", "</s>"]
@@ -31,6 +31,13 @@ def test_a_word_takes_the_source_word_with_most_weight_of_its_tokens() -> None:
     weights[6, [3, 6, 7]] = torch.tensor([0.4, 0.3, 0.3])  # of "shi" and "rt" together more than of "a"
     found = AlignedWords(source, target, word_weights(weights, source, target)).links
     assert (found[0], found[6]) == (0, 6)
+
+
+def test_a_line_break_ends_a_word_as_a_space_does() -> None:
+    pieces = ["▁but", "\n", "\n", "And", "\tso", "▁it", "\r\n"]
+    assert [word.text for word in words_of(pieces, [False] * 7)] == ["but", "And", "so", "it"]
+    # White space belongs to the word after it.
+    assert [word.start for word in all_words_of(pieces, [False] * 7)] == [0, 1, 4, 5, 6]
 
 
 def test_the_words_of_a_translation_are_aligned_by_a_head() -> None:

@@ -12,7 +12,7 @@ from small_checkpoints import gpt2_that_runs
 from small_models import small_run  # noqa: F401 - fixture
 from triptych.core.models import LanguageModel, LanguageModelConfig
 from triptych.core.models.architecture import HeadConfig
-from triptych.errors import UsageError
+from triptych.errors import TriptychError, UsageError
 from triptych.model import Model, load
 from triptych.running.text.scripts import UNSPACED
 from triptych.seeing.attending import HeldOutText
@@ -286,7 +286,7 @@ def test_a_switch_is_measured_on_the_runs_own_held_out_sentences(
     assert (len(record["held_out"]["windows"]), record["held_out"]["units"]) == (50, "sentences")
     assert record["example"] in sources[:50]
     text = HeldOutText(demo.reader, sources[:count], targets[:count])
-    (found,) = ask(page, ("held_out", {"changes": [call], "parts": 10}), held_out=count)
+    (found,) = ask(page, ("held_out", {"changes": [call], "parts": 50}), held_out=count)
     own = text.compare(change_model(demo, call).reader)
     assert own.interval is not None
     assert found["loss"] == pytest.approx([own.before, own.after], abs=1e-4)
@@ -336,6 +336,13 @@ KINDS: dict[str, dict[str, Any]] = {
         "activation": "relu_squared",
     },
     "grouped": {"attention": {"projections": "grouped", "num_kv_heads": 2}},
+    "as Llama and Qwen": {
+        "norm_kind": "rms",
+        "gated": True,
+        "activation": "swish",
+        "bias": False,
+        "attention": {"projections": "grouped", "num_kv_heads": 2, "qk_norm": True},
+    },
     "shared, halves": {
         "positions": {"scheme": "sinusoidal", "sinusoidal_layout": "halves"},
         "attention": {"projections": "shared"},
@@ -392,6 +399,47 @@ def test_a_language_model_of_a_recipe_writes_as_python_does(name: str, tmp_path:
     own = model.generate("O Romeo", beam_size=3, num_samples=3, **options)
     assert [one["text"] for one in written] == [one.text for one in own]
     assert greedy[0]["text"] == model.generate("O Romeo", **options).text
+
+
+# Every switch of the page, at a language model of two layers.
+OF_LANGUAGE_MODELS = [
+    ["ablate(0.1)"],
+    ["ablate(1)"],
+    ["ablate(0.0 0.2 0.3)"],
+    ["even(1.2)"],
+    ["unscaled(1.0)"],
+    ["one_head(0)"],
+    ["tie(0, W_Q, W_K)"],
+    ["tie(*, W_Q, W_K)"],
+    ["tie(*, W_K, W_V)"],
+    ["tie(1, W_Q, W_K)", "tie(1, W_V, W_K)", "ablate(1.0)"],
+    ["truncate(0.3, 2)"],
+    ["truncate_ov(1.1, 3)"],
+    ["exchange(0.0, 0.1)"],
+    ["exchange(0.0, 1.3)"],
+    ["without_positions()"],
+    ["fold()"],
+]
+
+
+@needs_node
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_switch_of_a_language_model_is_that_of_python_or_refused_by_both(name: str, tmp_path: Path) -> None:
+    module, folder = _language_model(KINDS[name], "characters", tmp_path)
+    model = load(module, tokenizer=folder)
+    model.convert(tmp_path / "page.html", "web", "float32")
+    ids = [*model.reader.encode([TEXT])[0].ids[:24]]
+    states = (("logits", {"ids": ids, "changes": calls}) for calls in OF_LANGUAGE_MODELS)
+    for calls, found in zip(OF_LANGUAGE_MODELS, ask(tmp_path / "page.html", *states), strict=True):
+        changed = model
+        try:
+            for call in calls:
+                changed = change_model(changed, call)
+        except TriptychError:
+            assert "error" in found, calls
+        else:
+            assert _largest(found, _logits(changed, ids, None)) < 1e-3, calls
 
 
 @needs_node

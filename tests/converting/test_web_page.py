@@ -29,6 +29,13 @@ def opened(
     open_at(tab, f"{page.as_uri()}#{place}&{urlencode(state)}", width=width, height=height, theme=theme)
 
 
+def choose(tab: Page, name: str, option: str) -> None:
+    """Choose an option of a list by what it says."""
+    found = f"[...one.options].find(({{ text }}) => text === {json.dumps(option)})"
+    chosen = f"one.value = {found}.value; one.dispatchEvent(new Event('input', {{ bubbles: true }}))"
+    tab.value(f"((one) => {{ {chosen}; }})(document.getElementById('{name}'))")
+
+
 @pytest.mark.parametrize(("width", "height"), [(360, 740), (900, 800), (1400, 800)])
 def test_the_matrix_is_on_the_first_screen_and_nothing_is_asked_for(
     tab: Page, demo_page: Path, width: int, height: int
@@ -117,8 +124,7 @@ def test_ranks_exchanges_and_the_fold_are_pressed_and_the_rest_is_refused_in_wor
     tab.press("ArrowLeft")
     wait_for(tab, "document.body.dataset.row.endsWith('truncate_ov(cross.0.1, 31)')")
     wait_for(tab, SETTLED)
-    tab.value("const one = document.getElementById('exchange'); one.value = 'cross.0.2'; "
-              "one.dispatchEvent(new Event('input', { bubbles: true }))")  # fmt: skip
+    choose(tab, "exchange", "cross.0.2")
     wait_for(tab, "document.body.dataset.row.endsWith('exchange(cross.0.1, cross.0.2)')")
     wait_for(tab, SETTLED)
     tab.point_at('[data-remove="*"]', click=True)
@@ -126,7 +132,7 @@ def test_ranks_exchanges_and_the_fold_are_pressed_and_the_rest_is_refused_in_wor
     assert text_of(tab, "#keys") == before
     tab.point_at("[data-calls='[\"fold()\"]']", click=True)
     wait_for(tab, "document.getElementById('held-out')?.textContent.includes('interval') && " + SETTLED)
-    assert "KL, mean over this translation0 (below 1e-9) nats" in text_of(tab, "#effect")
+    assert "KL of the next token, mean over this translation0 (below 1e-9) nats" in text_of(tab, "#effect")
     assert tab.value("document.querySelectorAll('#after mark').length") == 0
     said = "the translation stays the same. On the held-out sentences the loss stays the same."
     assert text_of(tab, "#verdict") == f"With W_Q W_Kᵀ as one matrix: {said}"
@@ -167,6 +173,13 @@ def test_a_tie_of_a_whole_encoder_and_the_sentence_that_it_changes_most_are_one_
     tab: Page, demo_page: Path, demo: Model
 ) -> None:
     opened(tab, demo_page, width=1400, text=SENTENCE)
+    choose(tab, "where", "every layer of the encoder")
+    # The choice stays where another kind of attention is looked at, and so do the numbers of layer and head.
+    at = tab.value("location.hash").partition("&")[0].partition(".")[2]
+    for kind in ("encoder", "decoder"):
+        kinds = "[...document.querySelectorAll('[data-kind]')]"
+        tab.value(f"{kinds}.find((one) => one.textContent === '{kind}').click()")
+        wait_for(tab, f"location.hash.startsWith('#{kind}.{at}') && " + SETTLED)
     places = ("encoder.0", "encoder.1")
     calls = json.dumps([f"tie({place}, W_Q, W_K)" for place in places], separators=(",", ":"))
     tab.point_at(f"[data-calls={json.dumps(calls)}]", click=True)
@@ -186,6 +199,36 @@ def test_a_tie_of_a_whole_encoder_and_the_sentence_that_it_changes_most_are_one_
     wait_for(tab, SETTLED)
     assert text_of(tab, "#after-text") == outputs[1]
     assert (tab.complaints, text_of(tab, "#problem")) == ([], "")
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["ablate(zzz)", "<img src=x onerror='document.title = 0'>", "__proto__()", "truncate(cross.0.1, 99)"],
+)
+def test_an_address_with_a_switch_that_does_not_exist_shows_the_model_without_it(
+    tab: Page, demo_page: Path, demo: Model, call: str
+) -> None:
+    state = urlencode({"text": SENTENCE, "if": call})
+    open_at(tab, f"{demo_page.as_uri()}#cross.9.9.999&{state}")
+    assert text_of(tab, "#output").strip() == demo.translate(SENTENCE, beam_size=4, split=False).text
+    assert text_of(tab, "#problem") != ""
+    assert tab.value("document.querySelectorAll('[data-remove]').length") == 0
+    assert (tab.value("document.title"), tab.complaints) == ("demo", [])
+
+
+def test_a_browser_that_refuses_many_changes_of_the_address_gets_the_last_one_later(
+    tab: Page, demo_page: Path
+) -> None:
+    """As Safari does after 100 of them in 10 seconds."""
+    opened(tab, demo_page, place="cross.0.1", text=SENTENCE)
+    refused = "history.replaceState = () => { throw new DOMException('too many', 'SecurityError'); }"
+    tab.value(f"window.own = history.replaceState.bind(history); {refused}; null")
+    tab.value("document.getElementById('explore').explorer.toggle(['ablate(cross.0.1)'])")
+    wait_for(tab, "document.body.dataset.row.endsWith('ablate(cross.0.1)') && " + SETTLED)
+    assert text_of(tab, "#problem") == ""
+    assert "ablate" not in tab.value("location.hash")
+    tab.value("history.replaceState = window.own; null")
+    wait_for(tab, "location.hash.includes('ablate')")
 
 
 def test_the_matrix_is_of_words_or_of_tokens(tab: Page, demo_page: Path, demo: Model) -> None:

@@ -258,6 +258,28 @@ def test_attention_of_an_edited_head_is_what_the_run_had(gpt2: Model, translator
 
 
 @torch.no_grad()
+def test_heads_of_a_scale_of_their_own_are_replaced_one_after_another() -> None:
+    """Exchanged within a layer, two heads change nothing; `edit` meets the queries of the layer as it was."""
+    config = LanguageModelConfig(num_layers=1, d_model=24, num_heads=4, context=16, bias=False)
+    outside = config.attention.model_copy(update={"scale": "outside"})
+    torch.manual_seed(0)
+    module = LanguageModel.of(config.model_copy(update={"attention": outside}), "decoder", 11).eval()
+    ids = [*range(8)]
+    model = load(module)
+    one, other = model["0.1"], model["0.2"]
+
+    def as_in(head: Any) -> dict[str, Tensor]:
+        return {"W_Q": head.W_Q, "W_K": head.W_K, "W_V": head.W_V, "W_O": head.W_O}
+
+    exchanged = model.replace("0.1", **as_in(other)).replace("0.2", **as_in(one))
+    torch.testing.assert_close(exchanged.run(ids).logits, model.run(ids).logits, atol=1e-5, rtol=0)
+    seen = []
+    for of in (model, exchanged):
+        of.edit("0.0", "q", lambda q: seen.append(q) or q).run(ids)
+    torch.testing.assert_close(seen[0], seen[1], atol=1e-6, rtol=0)
+
+
+@torch.no_grad()
 def test_without_positions_is_one_position_for_all_tokens() -> None:
     for path in ("gpt2", "llama-gqa"):
         model, theirs = (

@@ -352,24 +352,42 @@ def test_what_the_model_refuses_is_said_and_the_switch_goes_back(tab: Page, serv
     assert "cross.0.0" in text_of(tab, "#after code")
 
 
-@pytest.mark.parametrize(
-    ("place", "said"),
-    [
-        ("#encoder.0.0&model=small-en-de&text=twelve", "in every layer of the encoder"),
-        ("#decoder.0.0&model=small-en-de&text=twelve", "in every self-attention layer of the decoder"),
-        ("#cross.0.0&model=small-en-de&text=twelve", "in every cross-attention layer"),
-        ("#decoder.0.0&model=gpt&text=The+cat", "in every layer"),
-    ],
-)
-def test_the_choice_of_all_layers_says_which_they_are(
-    tab: Page, served: Served, place: str, said: str
+def test_layers_of_a_switch_are_chosen_in_one_place(tab: Page, served: Served) -> None:
+    state = "#encoder.0.0&model=small-en-de&text=twelve&if=tie(cross.0,+W_K,+W_V)&if=tie(cross.1,+W_K,+W_V)"
+    opened(tab, served, state)
+    where = "document.getElementById('where')"
+    assert tab.value(f"[...{where}.options].map((one) => one.text)") == [
+        "layer encoder.0",
+        "every layer of the encoder",
+        "every self-attention layer of the decoder",
+        "every cross-attention layer",
+        "every self-attention layer",
+        "every layer",
+    ]
+    # The group that the address changes is the chosen one.
+    assert tab.value(f"{where}.selectedOptions[0].text") == "every cross-attention layer"
+    pressed = "[...document.querySelectorAll('#switches [aria-pressed=true]')].map((one) => one.textContent)"
+    assert tab.value(pressed) == ["W_K = W_V"]
+    buttons = "[...document.querySelectorAll('#switches button')]"
+    ties = f"{buttons}.filter((one) => one.textContent === 'W_Q = W_K')"
+    assert tab.value(f"{ties}.map((one) => one.ariaDisabled)") == ["true"]
+    opened(tab, served, "#decoder.0.0&model=gpt&text=The+cat")
+    assert tab.value(f"[...{where}.options].map((one) => one.text)") == ["layer 0", "every layer"]
+    tab.value(f"{where}.focus()")
+    tab.press("ArrowDown")
+    wait_for(tab, f"{ties}[0].dataset.calls === '[\"tie(*, W_Q, W_K)\"]'")
+
+
+def test_what_becomes_of_the_next_token_is_said_of_the_token_that_is_chosen(
+    tab: Page, served: Served
 ) -> None:
-    opened(tab, served, place)
-    label = "document.getElementById('everywhere').parentElement.textContent.trim()"
-    assert tab.value(label) == said
-    tab.point_at("#everywhere", click=True)
-    titles = "[...document.querySelectorAll('#switches h3')].map((one) => one.textContent)"
-    assert f"I{said[1:]}" in tab.value(titles)
+    state = "model=gpt&text=The+cat+sat&if=even(1.0)"
+    opened(tab, served, f"#decoder.1.0&{state}")
+    assert "Click a word of the text to see" in text_of(tab, "#effect")
+    assert "KL: " not in text_of(tab, "#effect")
+    opened(tab, served, f"#decoder.1.0.2&{state}")
+    assert text_of(tab, ".bars caption").startswith("Next token after “")
+    assert "KL: " in text_of(tab, ".bars caption")
 
 
 def test_numbers_are_reached_by_keys_and_light_up_their_part_of_the_formula(

@@ -74,6 +74,7 @@ class Change(ABC):
             new = MultiHeadAttention.from_weights(
                 self.of_weights(number, site.layer.weights(site.kind)),
                 site.layer.dropout,
+                adopted=True,
             )
             new.tap = site.layer.tap
             new.train(site.layer.training)

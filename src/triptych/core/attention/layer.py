@@ -290,8 +290,8 @@ class MultiHeadAttention(nn.Module):
             dropout: dropout of attention weights in training; the dropout of `weights` if None.
             named: accept only parameterisations that recipes can name, not `AsWritten`.
             own: parameterisation to try first, such as a class in a user's file.
-            adopted: use the tensors of `weights` themselves, not a copy, where the structure allows it. The
-                scale then stays unchanged.
+            adopted: leave the scale unchanged, and use the tensors of `weights` themselves, not a copy, where
+                the structure allows it.
 
         Raises:
             ValueError: the parameterisation does not support rotary positions or the rotated channels do not
@@ -320,7 +320,8 @@ class MultiHeadAttention(nn.Module):
         layer = layer.to(dtype=weights.dtype, device=weights.device)
         usual = layer.semantics.scale
         takes_up = named or (
-            not isinstance(parameterisation, AsWritten) and weights.takes_up_scale
+            not (adopted or isinstance(parameterisation, AsWritten))
+            and weights.takes_up_scale
         )
         if takes_up and semantics.scores is None:
             weights = weights.with_scale(usual)

@@ -16,6 +16,7 @@ from triptych.running.text import (
 )
 
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_BLANKS = f"{_SPACE} \t\n\v\f\r"
 
 
 class Word(NamedTuple):
@@ -29,13 +30,13 @@ class Word(NamedTuple):
 def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]:
     """Group readable tokens into words; special tokens do not belong to words.
 
-    A word begins at a token with an initial space ("▁"). Punctuation forms separate words, and so does
-    every token of a script without spaces between words.
+    A word begins at a token with an initial space ("▁") or line break. Punctuation forms separate words,
+    and so does every token of a script without spaces between words.
     """
     found = list[Word]()
     fresh = True
     for place, (piece, is_special) in enumerate(zip(pieces, special, strict=True)):
-        text = piece.replace(_SPACE, "")
+        text = "".join(character for character in piece if character not in _BLANKS)
         if is_special or not text:
             fresh = True
             continue
@@ -44,7 +45,7 @@ def words_of(pieces: Sequence[str], special: Sequence[bool]) -> tuple[Word, ...]
         if (
             fresh
             or mark
-            or piece.startswith(_SPACE)
+            or piece[0] in _BLANKS
             or not found
             or not _goes_on(found[-1].text, text)
         ):

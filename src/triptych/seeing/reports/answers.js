@@ -2,6 +2,8 @@
 const MOST_KEYS = 32;
 const MOST_NEXT = 8;
 const MOST_SENTENCES = 3;
+const MOST_WEIGHTS = 2 ** 24; // attention weights of all heads on one text
+const MOST_RUNS = 4;
 const OVERVIEW = 96; // rows and columns of a small map, at most
 const RESAMPLES = 1000;
 
@@ -13,15 +15,19 @@ class Answers {
     this.source = new Tokenizer(record.tokenizers.source);
     this.target = record.tokenizers.target ? new Tokenizer(record.tokenizers.target) : this.source;
     this.kept = new Map();
+    this.keptLosses = new Map();
+    this.keptRuns = new Map(); // with the weights of all heads, so that few fit into memory
+    const heads = this.model.layers.reduce((count, layer) => count + layer.W_Q.length, 0);
+    this.mostTokens = Math.floor(Math.sqrt(MOST_WEIGHTS / heads));
   }
 
   // The latest results, so that one change or one text is computed once
-  remembered(key, compute) {
-    if (!this.kept.has(key)) {
-      if (this.kept.size > 256) this.kept.delete(this.kept.keys().next().value);
-      this.kept.set(key, compute());
-    }
-    return this.kept.get(key);
+  remembered(key, compute, kept = this.kept, most = 24) {
+    const found = kept.has(key) ? kept.get(key) : compute();
+    kept.delete(key); // the latest is the last
+    kept.set(key, found);
+    if (kept.size > most) kept.delete(kept.keys().next().value);
+    return found;
   }
   changed(calls) { return calls.length ? this.remembered(`model ${calls}`, () => changes.changed(this.model, calls)) : this.model; }
 
@@ -33,20 +39,32 @@ class Answers {
       if (!ids.length && search.begin !== null) ids.push(search.begin);
       if (!ids.length) throw new Error("text: give a text");
       if (search.positions !== null && ids.length > search.positions) throw new Error(`the text has ${ids.length} tokens, but the model has positions for ${search.positions}: shorten it`);
+      this.requireShort(ids);
       return { ids, source: null };
     }
+    const read = this.encodedSource(text);
+    const ids = [...this.target.encode((target || this.search(text, [], 1, 1)[0].text).trim(), false), search.ends[0]];
+    this.requireShort(ids);
+    return { ids, source: read };
+  }
+  encodedSource(text) {
+    const { search } = this.record;
     const read = this.source.encode(text.trim(), false);
     if (!read.length) throw new Error("text: give a text");
     if (search.max_source_tokens !== null && read.length > search.max_source_tokens) throw new Error(`the text has ${read.length} tokens, and the model reads ${search.max_source_tokens}: shorten it`);
-    const ids = [...this.target.encode((target || this.search(text, [], 1, 1)[0].text).trim(), false), search.ends[0]];
-    return { ids, source: [...read, search.end] };
+    this.requireShort(read);
+    return [...read, search.end];
+  }
+
+  requireShort({ length }) {
+    if (length > this.mostTokens) throw new Error(`the text has ${length} tokens, and this page shows at most ${this.mostTokens}: shorten it`);
   }
 
   search(text, calls, beam, best, count = 12) {
     return this.remembered(JSON.stringify(["search", text, calls, beam, best, count]), () => {
       const { search, source } = this.record;
       const model = this.changed(calls);
-      const given = source ? [...this.source.encode(text.trim(), false), search.end] : this.encoded(text, "").ids;
+      const given = source ? this.encodedSource(text) : this.encoded(text, "").ids;
       const room = search.positions === null ? Infinity : search.positions - (source ? 1 : given.length - 1);
       const limit = Math.min(source ? given.length - 1 + search.max_extra_tokens : count, room);
       const options = source ? { alpha: search.alpha, full: search.full } : { alpha: 0, full: true };
@@ -59,10 +77,10 @@ class Answers {
   }
 
   run({ text, target, changes: calls }) {
-    return this.remembered(JSON.stringify(["run", text, target, calls]), () => {
+    return this.remembered(JSON.stringify([text, target, calls]), () => {
       const read = this.encoded(text, target);
       return { ...read, ...this.changed(calls).run(read.ids, read.source) };
-    });
+    }, this.keptRuns, MOST_RUNS);
   }
 
   // The questions of the page
@@ -74,8 +92,8 @@ class Answers {
     }));
     const { held_out } = this.record;
     const tokens = held_out && held_out.windows.reduce((sum, one) => sum + this.predicted(one), 0);
-    const about = held_out && { name: held_out.name, tokens, parts: Math.ceil(held_out.windows.length / 5), units: held_out.units };
-    return { models: [{ name, languages: null, can: ["read", "run", source ? "translate" : "generate"], pairs: source, layers, exact: [], held_out: about, examples: this.examples() }] };
+    const about = held_out && { name: held_out.name, tokens, parts: held_out.windows.length, units: held_out.units };
+    return { models: [{ name, languages: null, can: ["read", "run", source ? "translate" : "generate"], pairs: source, layers, exact: [], held_out: about, example: this.record.example, examples: this.examples() }] };
   }
   // The held-out sentences of a translator
   examples() {
@@ -220,13 +238,12 @@ class Answers {
     return source ? all : all.slice(0, Math.max(1, this.source.encode(text, true).length - 1));
   }
 
-  // The loss on the held-out sentences, five at a time
+  // The loss on the held-out sentences, one at a time
   held_out({ changes: calls, parts }) {
     const { windows } = this.record.held_out;
-    const all = Math.ceil(windows.length / 5);
-    const [before, after] = [[], calls].map((own) => windows.slice(0, 5 * parts).map(({ ids, source }, i) => this.remembered(`loss ${own} ${i}`, () =>
-      this.changed(own).losses(ids, source).reduce((sum, nats) => sum + nats, 0))));
-    if (parts < all) return { parts, loss: null, interval: null };
+    const [before, after] = [[], calls].map((own) => windows.slice(0, parts).map(({ ids, source }, i) => this.remembered(`${own} ${i}`, () =>
+      this.changed(own).losses(ids, source).reduce((sum, nats) => sum + nats, 0), this.keptLosses, 16 * windows.length)));
+    if (parts < windows.length) return { parts, loss: null, interval: null };
     const units = Math.max(...windows.map(({ unit }) => unit)) + 1;
     const [sums, counts] = [new Float64Array(units), new Float64Array(units)];
     windows.forEach((one, i) => {
@@ -265,7 +282,7 @@ function goesOn(before, bytes) {
   const last = charactersOf(before).pop() ?? "";
   return /^[\p{M}\u200c\u200d\u{1f3fb}-\u{1f3ff}]/u.test(first) || !(UNSPACED.test(first) || UNSPACED.test(last));
 }
-// The first token of each word. A word begins at a space; marks are words, and spaces belong to the word after them.
+// The first token of each word. A word begins at a space or a line break; marks are words, and spaces belong to the word after them.
 function wordStarts(tokenizer, ids) {
   const words = [];
   let isFresh = true; // the next token begins a word
@@ -278,11 +295,11 @@ function wordStarts(tokenizer, ids) {
     const piece = tokenizer.shown(id);
     const isSpecial = tokenizer.isSpecial.has(id);
     const raw = isSpecial || tokenizer.kind === "characters" ? [...new TextEncoder().encode(piece)] : tokenizer.bytes(id);
-    const bytes = raw.filter((byte) => byte !== 32);
-    const isMark = /^\p{P}+$/u.test(piece.replaceAll(" ", ""));
+    const bytes = raw.filter((byte) => byte !== 32 && !(byte >= 9 && byte <= 13));
+    const isMark = /^\p{P}+$/u.test(piece.replace(/[ \t-\r]/g, ""));
     if (isSpecial) begin(at, []);
     else if (!bytes.length) spaces ??= at;
-    else if (isFresh || isMark || piece.startsWith(" ") || !goesOn(words[words.length - 1].bytes, bytes)) begin(at, bytes);
+    else if (isFresh || isMark || /^[ \t-\r]/.test(piece) || !goesOn(words[words.length - 1].bytes, bytes)) begin(at, bytes);
     else words[words.length - 1].bytes.push(...bytes);
     isFresh = isSpecial || !bytes.length || isMark;
   });

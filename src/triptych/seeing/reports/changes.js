@@ -87,6 +87,10 @@ const changes = (() => {
     if (!/^\d+$/.test(text) || text < 1 || text > most) throw new Error(`${call}: the rank is a number from 1 to ${most}`);
     return Number(text);
   };
+  const matricesOf = (maps) => new Set(maps).size; // heads of a group have one
+  const alone = (layer, name, what) => {
+    if (layer.shared?.[name]) throw new Error(`${what}: heads of the layer share ${name}, which cannot be changed for one of them`);
+  };
   const known = {
     ablate(model, heads) {
       for (const [layer, head] of eachHead(model, heads)) layer.W_O[head] = zero(layer.W_O[head]);
@@ -112,6 +116,7 @@ const changes = (() => {
         if (layer.kind === "cross" && [map, to].includes("W_Q")) throw new Error(`${map} and ${to} cannot be tied: in cross-attention queries read the decoder's stream, keys and values the encoder's output`);
         if (![map, to].every((one) => ["W_Q", "W_K", "W_V"].includes(one))) throw new Error(`tie(${name}, ${map}, ${to}): give two of W_Q, W_K and W_V`);
         if (layer[map][0].columns !== layer[to][0].columns) throw new Error(`${map} cannot be tied to ${to}: their heads are ${layer[map][0].columns} and ${layer[to][0].columns} channels wide`);
+        if (matricesOf(layer[map]) !== matricesOf(layer[to])) throw new Error(`${map} cannot be tied to ${to} in layer ${layer.name}: it has ${matricesOf(layer[map])} matrices, and ${to} has ${matricesOf(layer[to])}`);
         layer[map] = [...layer[to]];
         layer[map.replace("W", "b")] = layer[to.replace("W", "b")];
       }
@@ -119,18 +124,21 @@ const changes = (() => {
     truncate(model, place, rank) {
       const [layer, head] = model.place(place);
       linear(layer, `the rank of W_QK of ${place}`);
+      alone(layer, "W_Q", `the rank of W_QK of ${place}`);
       const r = whole(rank, layer.W_Q[head].columns, `truncate(${place}, ${rank})`);
       layer.W_Q[head] = truncated(layer.W_Q[head], transposed(layer.W_K[head]), r);
     },
     truncate_ov(model, place, rank) {
       const [layer, head] = model.place(place);
+      alone(layer, "W_V", `the rank of W_OV of ${place}`);
       const r = whole(rank, layer.W_V[head].columns, `truncate_ov(${place}, ${rank})`);
       layer.W_V[head] = truncated(layer.W_V[head], layer.W_O[head], r);
     },
     exchange(model, one, other) {
       const [[a, i], [b, j]] = [model.place(one), model.place(other)];
       for (const name of ["W_Q", "W_K", "W_V", "W_O"]) {
-        if (a.shared?.[name] || b.shared?.[name]) throw new Error(`heads share ${name}: they cannot be exchanged one by one`);
+        alone(a, name, `${one} and ${other} exchanged`);
+        alone(b, name, `${one} and ${other} exchanged`);
         const [left, right] = [a[name][i], b[name][j]];
         if (left.rows !== right.rows || left.columns !== right.columns) throw new Error(`${name} of ${one} and ${other} have different sizes`);
         [a[name][i], b[name][j]] = [right, left];

@@ -90,7 +90,9 @@ const engine = (() => {
     let sum = 0;
     for (const logit of logits) sum += Math.exp(logit - most);
     const log = most + Math.log(sum);
-    return Float64Array.from(logits, (logit) => logit - log);
+    const out = new Float64Array(logits.length);
+    for (let i = 0; i < logits.length; i++) out[i] = logits[i] - log;
+    return out;
   }
 
   // LayerNorm (x − mean) / √(var + eps) ∘ w + b, or RMSNorm x / √(mean(x²) + eps) ∘ w
@@ -318,7 +320,7 @@ const engine = (() => {
     }
     // "cross.0.2": layer cross.0 and head 2
     place(name) {
-      const [, layer, head] = name.match(/^(.*)\.(\d+)$/) ?? [];
+      const [, layer, head] = name.match(/^(.*)\.(\d+)$/) ?? [null, name];
       const found = this.layer(layer);
       if (head >= found.W_Q.length) throw new Error(`there is no head ${name}: layer ${layer} has heads 0 to ${found.W_Q.length - 1}`);
       return [found, Number(head)];
@@ -556,8 +558,11 @@ const engine = (() => {
       let found = data;
       const [rows, columns] = shape.slice(-2);
       const one = (i) => (shape.length === 3 ? matrix(rows, columns, data.subarray(i * rows * columns, (i + 1) * rows * columns)) : row(matrix(rows, columns, data), i));
-      // Heads of a group read the same map.
-      if (heads) found = Array.from({ length: heads }, (_, head) => one(Math.floor((head * shape[0]) / heads)));
+      if (heads) {
+        const copies = Array.from({ length: shape[0] }, (_, i) => one(i));
+        // Heads of a group read the same map.
+        found = Array.from({ length: heads }, (_, head) => copies[Math.floor((head * copies.length) / heads)]);
+      }
       else if (shape.length === 2) found = matrix(rows, columns, data);
       known.set(name, found);
       return found;

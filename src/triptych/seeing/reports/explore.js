@@ -1,14 +1,19 @@
 // The page at `/`: what the model writes, where its heads look, one row step by step, and what changes change.
 const recorded = JSON.parse(byId("answers").textContent);
-// A model in the file itself answers without a server.
-const here = byId("model-here") && new Answers(JSON.parse(byId("model-here").textContent), byId("weights").textContent);
+// A model in the file itself answers without a server. It is read after the page is drawn; a hidden page is not drawn.
+const here = byId("model-here");
+const drawn = new Promise((done) => {
+  requestAnimationFrame(() => setTimeout(done));
+  setTimeout(done, 100);
+});
+const opened = here && drawn.then(() => new Answers(JSON.parse(here.textContent), byId("weights").textContent));
 const TEXTS = { translate: "A man in a blue shirt is standing on a ladder.", generate: "The king said that the queen was tired, and the king" };
 
 // What a question to the server gives; in a file, what was recorded when it was made.
 async function ask(name, fields) {
   if (here) {
     await new Promise((done) => setTimeout(done)); // what was said before is drawn first
-    return here[name](fields);
+    return (await opened)[name](fields);
   }
   if (recorded) {
     const found = recorded[`${name} ${JSON.stringify(fields)}`];
@@ -63,6 +68,7 @@ class Explorer {
     this.row = new Row();
     this.turn = 0;
     this.changes = [];
+    this.group = null; // of layers, whose switches are shown; at first the one that the address changes
     this.text = this.target = "";
     this.viewer = null;
     this.wide = matchMedia("(min-width: 1200px)");
@@ -72,6 +78,7 @@ class Explorer {
   }
 
   get model() { return this.models.find(({ name }) => name === byId("model").value); }
+  get heldOutName() { return `held-out ${this.isTranslator ? "sentences" : "text"}`; }
   get thisText() { return this.isTranslator ? "this translation" : "this text"; } // whose tokens are predicted
   get writes() { return ["translate", "generate"].some((name) => this.model.can.includes(name)); }
   get isTranslator() { return this.model.pairs; } // a text has a target, which it writes or is given
@@ -99,9 +106,21 @@ class Explorer {
       byId("key-form").hidden = true;
       byId("model").replaceChildren(...this.models.map(({ name }) => make("option", { value: name }, name)));
       byId("model-choice").hidden = this.models.length < 2;
-      this.fromHash();
-      await (this.target ? this.look(this.turn) : this.write());
+      await this.open();
     }, "open");
+  }
+  // What the address says
+  async open() {
+    this.fromHash();
+    const read = () => (this.target ? this.look(++this.turn) : this.write());
+    try {
+      await read();
+    } catch (error) {
+      if (!this.changes.length) throw error;
+      this.changes = []; // the model may refuse them: it is then shown as it is
+      await read();
+      throw error;
+    }
   }
 
   // An error is said, and the time of an answer.
@@ -124,12 +143,13 @@ class Explorer {
   }
 
   fromHash() {
-    const rest = new URLSearchParams(location.hash.replace(/^[^&]*&?/, ""));
+    const rest = new URLSearchParams(fragment.replace(/^[^&]*&?/, ""));
     const named = this.models.find(({ name }) => name === rest.get("model"));
     byId("model").value = (named ?? this.models[0]).name;
-    this.text = rest.get("text") || (recorded?.text || here?.record.example || TEXTS[this.isTranslator ? "translate" : "generate"]);
+    this.text = rest.get("text") || (recorded?.text || this.models[0].example || TEXTS[this.isTranslator ? "translate" : "generate"]);
     this.target = rest.get("target") ?? "";
-    this.changes = rest.getAll("if");
+    this.changes = [...new Set(rest.getAll("if"))];
+    this.group = null;
     byId("text").value = this.text;
     this.showModel();
   }
@@ -139,9 +159,8 @@ class Explorer {
     rest.set("text", this.text);
     if (this.target) rest.set("target", this.target);
     for (const change of this.changes) rest.append("if", change);
-    const first = location.hash.match(/^#([^&]*)/)?.[1] ?? "";
-    history.replaceState(null, "", `#${first}&${rest}`);
-    if (this.viewer) this.viewer.part("anchor").href = location.hash;
+    writeAddress(`#${fragment.match(/^#([^&]*)/)?.[1] ?? ""}&${rest}`);
+    if (this.viewer) this.viewer.part("anchor").href = fragment;
   }
 
   showModel() {
@@ -160,9 +179,13 @@ class Explorer {
     byId("count-choice").hidden = !this.model.can.includes("generate");
   }
 
-  written(changes) { return ask("write", { model: this.model.name, text: this.text, changes, count: Number(byId("count").value), ...(here ? { beam: clamp(Number(byId("beam").value) || 1, 1, 8) } : {}) }); }
+  written(changes) {
+    const within = (name) => clamp(Math.round(Number(byId(name).value)) || 1, Number(byId(name).min), Number(byId(name).max));
+    return ask("write", { model: this.model.name, text: this.text, changes, count: within("count"), ...(here ? { beam: within("beam") } : {}) });
+  }
 
   use(text) {
+    if (!this.models) return;
     this.text = byId("text").value = text;
     this.tell(() => this.write(), "sentence");
   }
@@ -301,67 +324,84 @@ class Explorer {
   }
 
   // What-ifs
-  stackOf(layer) {
-    const prefix = layer.includes(".") ? layer.split(".")[0] : "";
-    return this.model.layers.filter(({ name }) => (name.includes(".") ? name.split(".")[0] : "") === prefix).map(({ name }) => name);
+
+  // Where the switches of layers act: the chosen layer, or a group of layers that is chosen once and stays
+  groupsOfLayers() {
+    const { layers } = this.model;
+    const { layer } = this.place;
+    const one = { name: `layer ${layer}`, layers: [this.layer(layer)] };
+    const all = { name: "every layer", layers };
+    if (recorded || layers.length < 2) return [one];
+    if (!layer.includes(".")) return [one, all];
+    const names = { encoder: "every layer of the encoder", decoder: "every self-attention layer of the decoder", cross: "every cross-attention layer" };
+    const stacks = Object.entries(names).map(([stack, name]) => ({ name, layers: layers.filter((about) => about.name.startsWith(`${stack}.`)) }));
+    return [one, ...stacks, { name: "every self-attention layer", layers: layers.filter(({ kind }) => kind !== "cross") }, all].filter((group) => group.layers.length);
   }
-  // The layers of `stackOf`, in words
-  everyLayer({ name }) {
-    const words = { encoder: "every layer of the encoder", decoder: "every self-attention layer of the decoder", cross: "every cross-attention layer" };
-    return name.includes(".") ? words[name.split(".")[0]] : "every layer";
+  tie(group, map, to) {
+    const places = group.layers.length > 1 && group.layers.length === this.model.layers.length ? ["*"] : group.layers.map(({ name }) => name);
+    return places.map((place) => `tie(${place}, ${map}, ${to})`);
   }
-  switches() {
+  switchesOfLayers(group) {
+    const isOne = group.layers.length === 1;
+    const heads = Math.max(...group.layers.map((about) => about.heads));
+    const calls = (name) => group.layers.map((about) => `${name}(${about.name})`);
+    // Pressed in spite of it, the model's refusal is said.
+    const never = group.layers.some(({ kind }) => kind === "cross") ? "Not in cross-attention: there W_Q reads the decoder’s stream, and W_K the encoder’s output. Choose layers of self-attention." : "";
+    return [
+      ["W_Q = W_K", this.tie(group, "W_Q", "W_K"), "Each head asks as it is asked: a scores b as b scores a.", never],
+      ["W_K = W_V", this.tie(group, "W_K", "W_V"), "Each head is found by what it gives."],
+      ...(recorded ? [] : [["all three", [...this.tie(group, "W_Q", "W_K"), ...this.tie(group, "W_V", "W_K")], "One matrix in the place of W_Q, W_K and W_V.", never]]),
+      ...(heads > 1 ? [["one head", calls("one_head"), `One softmax with the queries and keys of all ${heads} heads, in the place of ${heads}: the same parameters.`]] : []),
+      ...(recorded ? [] : [[isOne ? "layer off" : "layers off", calls("ablate"), "No head of the layer adds anything."]]),
+    ];
+  }
+  // The group of layers of an address, whose switch is on
+  groupOfChanges(groups) {
+    const isOn = ([, calls]) => calls.every((call) => this.changes.includes(call));
+    return groups.findIndex((group) => group.layers.length > 1 && this.switchesOfLayers(group).some(isOn));
+  }
+  switchesOfHead() {
     const { layer, head } = this.place;
+    if (head === null) return [];
     const about = this.layer(layer);
     const place = `${layer}.${head}`;
     const others = [...Array(about.heads).keys()].filter((other) => other !== head).map((other) => `${layer}.${other}`).join(" ");
-    const layers = this.everywhere ? this.stackOf(layer) : [layer];
-    const tie = (name, to) => layers.map((one) => `tie(${one}, ${name}, ${to})`);
-    const of = this.everywhere ? `In ${this.everyLayer(about)}` : `Layer ${layer}`;
-    // Pressed in spite of it, the model's refusal is said.
-    const never = about.kind === "cross" ? "Not in cross-attention: there W_Q reads the decoder’s stream, and W_K the encoder’s output. Choose a layer of self-attention." : "";
     return [
-      [`Head ${place}`, head === null ? [] : [
-        ["head off", [`ablate(${place})`], "What the head gives W_O is 0."],
-        ...(about.heads > 1 ? [["no other head", [`ablate(${others})`], "All other heads of the layer are off."]] : []),
-        ["look evenly", [`even(${place})`], "All scores are 0: the softmax is the same for every key that is seen."],
-        ["no scale", [`unscaled(${place})`], "q is multiplied by √d_k, so that the scale cancels."],
-      ]],
-      [of, [
-        ["W_Q = W_K", tie("W_Q", "W_K"), "Each head asks as it is asked: a scores b as b scores a.", never],
-        ["W_K = W_V", tie("W_K", "W_V"), "Each head is found by what it gives."],
-        ...(recorded ? [] : [[`${this.everywhere ? "layers" : "layer"} off`, layers.map((one) => `ablate(${one})`), "No head of the layer adds anything."], ["all three", [...tie("W_Q", "W_K"), ...tie("W_V", "W_K")], "One matrix in the place of W_Q, W_K and W_V.", never]]),
-        ...(about.heads > 1 ? [["one head", layers.map((one) => `one_head(${one})`), `One softmax with the queries and keys of all ${about.heads} heads, in the place of ${about.heads}: the same parameters.`]] : []),
-      ]],
-      ["Model", [...this.tiesOfAll(), ["positions off", ["without_positions()"], "Nothing turns queries and keys, and nothing is added for a position."]]],
-      ["Changes nothing", [...(here ? [["fold", ["fold()"], "W_Q W_Kᵀ of every head is multiplied into one matrix."]] : []), ...this.model.exact.map((name) => [name.replaceAll("_", " "), [`rewrite(${name})`], "An exact rewrite of all layers: other weights, the same function."])]],
+      ["head off", [`ablate(${place})`], "What the head gives W_O is 0."],
+      ...(about.heads > 1 ? [["no other head", [`ablate(${others})`], "All other heads of the layer are off."]] : []),
+      ["look evenly", [`even(${place})`], "All scores are 0: the softmax is the same for every key that is seen."],
+      ["no scale", [`unscaled(${place})`], "q is multiplied by √d_k, so that the scale cancels."],
     ];
   }
-  // Ties of a whole model. W_Q reads another stream than W_K in cross-attention, where the two cannot be tied.
-  tiesOfAll() {
-    const { layers } = this.model;
-    if (recorded || layers.length < 2) return [];
-    const itself = layers.filter(({ kind }) => kind !== "cross");
-    const stacks = [...new Set(itself.map(({ name }) => name.split(".")[0]))];
-    const about = "Each head asks as it is asked.";
-    const tied = itself.length === layers.length ? [["W_Q = W_K in all layers", ["tie(*, W_Q, W_K)"], about]]
-      : stacks.map((stack) => [`W_Q = W_K in the ${stack === "decoder" ? "decoder’s self-attention" : stack}`, itself.filter(({ name }) => name.startsWith(`${stack}.`)).map(({ name }) => `tie(${name}, W_Q, W_K)`), about]);
-    return [...tied, ["W_K = W_V in all layers", ["tie(*, W_K, W_V)"], "Each head is found by what it gives."]];
+  switchesOfModel() {
+    return [
+      ["positions off", ["without_positions()"], "Nothing turns queries and keys, and nothing is added for a position."],
+      ...(here ? [["fold", ["fold()"], "W_Q W_Kᵀ of every head is multiplied into one matrix: nothing changes."]] : []),
+      ...this.model.exact.map((name) => [name.replaceAll("_", " "), [`rewrite(${name})`], "An exact rewrite of all layers: other weights, the same function."]),
+    ];
   }
   drawSwitches() {
-    const groups = this.switches().filter(([, switches]) => switches.length).map(([title, switches]) => make("div", { role: "group", "aria-label": title }, make("h3", {}, title),
-      ...switches.map(([name, calls, about, never]) => make("button", { type: "button", title: never || about, ...(never ? { "aria-disabled": "true" } : {}), "data-calls": JSON.stringify(calls), "aria-pressed": String(calls.every((call) => this.changes.includes(call))) }, name))));
     const { layer, head } = this.place;
     const about = this.layer(layer);
-    if (head !== null) groups[0].append(...this.ranks(about, `${layer}.${head}`), ...this.others(about, `${layer}.${head}`));
-    const every = make("input", { type: "checkbox", id: "everywhere", ...(this.everywhere ? { checked: "" } : {}) });
-    groups.find((group) => group.querySelector('[data-calls*="tie"]')).append(make("label", {}, every, ` in ${this.everyLayer(about)}`));
+    const button = ([name, calls, said, never]) => make("button", { type: "button", title: never || said, ...(never ? { "aria-disabled": "true" } : {}), "data-calls": JSON.stringify(calls), "aria-pressed": String(calls.every((call) => this.changes.includes(call))) }, name);
+    const panel = (title, ...parts) => make("div", { role: "group", "aria-label": title }, make("h3", {}, title), ...parts);
+    const groups = this.groupsOfLayers();
+    this.group = Math.min(this.group ?? Math.max(0, this.groupOfChanges(groups)), groups.length - 1);
+    const where = make("select", { id: "where" }, ...groups.map(({ name }, i) => make("option", { value: i }, name)));
+    where.value = this.group;
+    const switches = [
+      ...(head === null ? [] : [panel(`Head ${layer}.${head}`, ...this.switchesOfHead().map(button), ...this.ranks(about, `${layer}.${head}`), ...this.others(about, `${layer}.${head}`))]),
+      panel("Layers", make("label", { class: "where" }, "in ", where), ...this.switchesOfLayers(groups[this.group]).map(button)),
+      panel("Model", ...this.switchesOfModel().map(button)),
+    ];
     const active = document.activeElement?.dataset?.calls ?? document.activeElement?.id;
-    byId("switches").replaceChildren(...groups);
-    if (active) [...byId("switches").querySelectorAll("button, input")].find((node) => node.dataset.calls === active || node.id === active)?.focus();
+    byId("switches").replaceChildren(...switches);
+    if (active) [...byId("switches").querySelectorAll("button, input, select")].find((node) => node.dataset.calls === active || node.id === active)?.focus();
     const chips = this.changes.map((call) => make("button", { type: "button", class: "chip", "data-remove": call, title: call, "aria-label": `undo ${inWords(call)}` }, `${inWords(call)} ✕`));
     if (chips.length) chips.push(make("button", { type: "button", "data-remove": "*" }, "undo all"));
+    const isOnChange = byId("changes").contains(document.activeElement);
     byId("changes").replaceChildren(...chips);
+    if (isOnChange) (chips[0] ?? byId("where")).focus();
     byId("of-unchanged").hidden = !this.changes.length;
   }
   // Sliders of the ranks of the two forms
@@ -408,29 +448,37 @@ class Explorer {
   showEffect(next) {
     const place = byId("effect");
     const { held_out } = this.model;
-    const heldOut = held_out && this.changes.length ? [make("div", {}, make("dt", {}, `loss on the held-out text (${counted(held_out.tokens, "token")}${held_out.name ? ` of ${held_out.name}` : ""}), nats per token`), make("dd", { id: "held-out" }, this.heldOut?.of === this.changed ? this.heldOut.said : "computing …"))] : [];
+    const heldOut = held_out && this.changes.length ? [make("div", {}, make("dt", {}, `loss on the ${this.heldOutName} (${counted(held_out.tokens, "token")}${held_out.name ? ` of ${held_out.name}` : ""}), nats per token`), make("dd", { id: "held-out" }, this.heldOut?.of === this.changed ? this.heldOut.said : "computing …"))] : [];
     if (!next) { place.replaceChildren(make("dl", { class: "facts" }, ...heldOut)); return; }
     if (!this.changes.length) {
-      place.replaceChildren(make("p", { class: "note" }, `Loss on ${this.thisText}: ${next.loss[0] === null ? "–" : `${digits(next.loss[0])} nats per token (${counted(next.loss_tokens, "token")})`}. Press a switch: the change of the next token, of the loss and of the text is shown here.`));
+      place.replaceChildren(make("p", { class: "note" }, `Loss on ${this.thisText}: ${next.loss[0] === null ? "–" : `${digits(next.loss[0])} nats per token (${counted(next.loss_tokens, "token")})`}. Press a switch: what becomes of the output and of the loss is shown here.`));
       return;
     }
     const [before, after] = next.loss;
     const small = (value) => (value < 1e-9 ? "0 (below 1e-9)" : digits(value));
-    const facts = [
-      [`KL of the next token ${this.isTranslator ? "where" : "at"} “${shortly(next.token)}” (${next.at})${this.isTranslator ? " is written" : ""}`, `${small(next.kl)} nats`],
-      [`KL, mean over ${this.thisText}`, `${small(next.mean_kl)} nats`],
+    const fact = ([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value));
+    const ofText = [
       [`loss on ${this.thisText} (${counted(next.loss_tokens, "token")}), nats per token`, before === null ? "–" : fromTo(before, after)],
-    ].map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value)));
+      [`KL of the next token, mean over ${this.thisText}`, `${small(next.mean_kl)} nats`],
+    ].map(fact);
+    const few = `The loss on ${counted(next.loss_tokens, "token")} shows nothing of how good a design is: it can fall where the loss on a longer text rises.`;
+    const told = held_out ? `The ${this.heldOutName} ${this.isTranslator ? "tell" : "tells"} what the change does to this model, and not what a model trained with it would be.` : "A held-out text of some kB tells more: triptych explore MODEL --held-out FILE.";
+    place.replaceChildren(make("p", { id: "verdict" }), make("dl", { class: "both", id: "after" }), make("p", { class: "note", id: "most" }), make("dl", { class: "facts" }, ...heldOut, ...ofText),
+      ...(before === null && !held_out ? [] : [make("p", { class: "note", id: "few" }, `${before === null ? "" : `${few} `}${told}`)]),
+      ...this.effectAtToken(next, small));
+    this.drawAfter();
+    this.sayVerdict();
+  }
+  // What becomes of the next token at the token that was chosen; a token that nobody chose is not shown.
+  effectAtToken(next, small) {
+    const { viewer } = this;
+    const isOfOutput = viewer.side === "query" && !(this.isTranslator && viewer.kind.kind === "encoder");
+    if (!viewer.pinned || !isOfOutput) return [make("p", { class: "note" }, `Click a word of the ${this.isTranslator ? "translation (decoder or cross)" : "text"} to see what becomes of the next token there.`)];
     const most = Math.max(...next.tokens.flatMap(([, ...both]) => both));
     const bar = (value, kind) => { const node = make("span", { class: `bar ${kind}` }); node.style.width = `${(100 * value) / most}%`; return node; };
     const rows = next.tokens.slice(0, 8).map(([token, was, is]) => make("tr", {}, make("th", { scope: "row" }, shortly(token)), make("td", {}, bar(was, "was"), bar(is, "is")), make("td", { class: "number" }, `${percent(was)} → ${percent(is)}`)));
-    const few = `The loss on ${counted(next.loss_tokens, "token")} shows nothing of how good a design is: it can fall where the loss on a longer text rises.`;
-    const told = held_out ? "The held-out text tells what the change does to this model, and not what a model trained with it would be." : "A held-out text of some kB tells more: triptych explore MODEL --held-out FILE.";
-    place.replaceChildren(make("p", { id: "verdict" }), make("dl", { class: "both", id: "after" }), make("p", { class: "note", id: "most" }), make("dl", { class: "facts" }, ...heldOut, ...facts),
-      ...(before === null && !held_out ? [] : [make("p", { class: "note", id: "few" }, `${before === null ? "" : `${few} `}${told}`)]),
-      make("table", { class: "bars" }, make("caption", {}, "Next token: before (pale) and after"), make("tbody", {}, ...rows)));
-    this.drawAfter();
-    this.sayVerdict();
+    const where = this.isTranslator ? `where “${shortly(next.token)}” (${next.at}) is written` : `after “${shortly(next.token)}” (${next.at})`;
+    return [make("table", { class: "bars" }, make("caption", {}, `Next token ${where}, before (pale) and after. KL: ${small(next.kl)} nats`), make("tbody", {}, ...rows))];
   }
   // The effect in sentences: on the output, and on the loss on the held-out text
   sayVerdict() {
@@ -452,12 +500,12 @@ class Explorer {
       const ends = interval && !isSame ? ` (95 % interval ${interval.map(signed).join(" to ")})` : "";
       const sign = !interval || interval[0] * interval[1] <= 0 ? 0 : Math.sign(difference);
       const worth = isSame ? "" : { "-1": ": the model is better there", 0: ": no difference is shown", 1: ": the model is worse" }[sign];
-      said.push(`On the held-out ${held_out.units} the loss ${isSame ? "stays the same" : `${difference < 0 ? "falls" : "rises"} by ${digits(Math.abs(difference))} nats per token`}${ends}${worth}.`);
+      said.push(`On the ${this.heldOutName} the loss ${isSame ? "stays the same" : `${difference < 0 ? "falls" : "rises"} by ${digits(Math.abs(difference))} nats per token`}${ends}${worth}.`);
       if (change.most?.length && !isSame) {
         most.push("The loss rises most on: ", ...change.most.flatMap(({ text, nats }, i) => [...(i ? [", "] : []), make("button", { type: "button", class: "example", "data-text": text, title: "Look at this sentence" }, text), ` (${signed(nats)})`]));
       }
     } else if (isComputing && held_out) {
-      said.push(`The loss on the held-out ${held_out.units} is still being computed …`);
+      said.push(`The loss on the ${this.heldOutName} is still being computed …`);
     }
     byId("verdict")?.replaceChildren(...said);
     byId("most")?.replaceChildren(...most);
@@ -589,7 +637,7 @@ class Explorer {
       if (button) this.toggle(JSON.parse(button.dataset.calls));
     });
     byId("switches").addEventListener("input", (event) => {
-      if (event.target.id === "everywhere") { this.everywhere = event.target.checked; this.drawSwitches(); }
+      if (event.target.id === "where") { this.group = Number(event.target.value); this.drawSwitches(); }
       const { rank: call, exchange } = event.target.dataset;
       const begins = call ?? exchange;
       if (!begins) return;
@@ -610,7 +658,7 @@ class Explorer {
     });
     byId("forms").addEventListener("toggle", () => { if (byId("forms").open && this.viewer) this.tell(() => this.showForms(this.turn)); });
     document.addEventListener("themechange", () => { if (this.forms) this.drawForms(); });
-    addEventListener("hashchange", () => this.tell(async () => { this.fromHash(); await (this.target ? this.look(++this.turn) : this.write()); }));
+    addEventListener("hashchange", () => { if (this.models) this.tell(() => this.open()); });
   }
 }
 document.getElementById("explore").explorer = new Explorer();

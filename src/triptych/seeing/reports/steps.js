@@ -101,10 +101,11 @@ class Row {
       effect: { name: "direct effect", about: "what the output does to the next token's logits through the last norm and the output table, all other layers held as they were" },
     };
     byId("row-name").textContent = `One row, step by step: head ${record.head} at “${shortly(record.token)}” (${query})`;
+    const text = { "encoder": "the text to translate", "decoder": "the translation" }[about.name.includes(".") ? about.name.split(".")[0] : ""] ?? "this text";
     byId("whose").textContent = {
       cross: `Whose? Cross-attention: x is the decoder's stream, so Q is the translation's (“${shortly(record.token)}” is being written). y is the encoder's output, so K and V are the source's.`,
-      causal: "Whose? Self-attention: x and y are one stream, so Q, K and V are all of this text. A token sees itself and what comes before it.",
-      self: "Whose? Self-attention of an encoder: x and y are one stream, so Q, K and V are all of this text, and every token sees all others.",
+      causal: `Whose? Self-attention: x and y are one stream, so Q, K and V are all of ${text}. A token sees itself and what comes before it.`,
+      self: `Whose? Self-attention of an encoder: x and y are one stream, so Q, K and V are all of ${text}, and every token sees all others.`,
     }[about.kind];
     const say = (term, said) => this.say(term, said);
     const strip = (values, name, term, more) => new Strip(values, name, term, say, more).canvas;

@@ -7,8 +7,21 @@ const MEAN = -1; // the mean of a layer's heads, in the place of a head
 const sum = (values) => values.reduce((a, b) => a + b, 0);
 const clamp = (value, low, high) => Math.max(low, Math.min(value, high));
 // A token in a line of its own: without the space before it, and never invisible.
-const shortly = (token) => token.trim() || token.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
+const shortly = (token) => token.trim().replaceAll("\n", "↵") || token.replaceAll(" ", "␣").replaceAll("\n", "↵").replaceAll("\t", "⇥") || "∅";
 const shown = (weight) => (weight >= 0.0005 || weight === 0 ? weight.toFixed(3) : weight.toExponential(0));
+
+// The part of the address after "#". Safari and Firefox refuse more than about ten changes in a second: the last one is
+// then written later. A frame without an address of its own, as in a notebook, has none to write.
+let fragment = location.hash;
+addEventListener("hashchange", () => { fragment = location.hash; });
+function writeAddress(wanted, tries = 12) {
+  fragment = wanted;
+  try {
+    history.replaceState(null, "", wanted);
+  } catch {
+    if (tries) setTimeout(() => { if (fragment === wanted) writeAddress(wanted, tries - 1); }, 1000);
+  }
+}
 
 // What is packed in a file is text; what was computed on the page is numbers.
 async function inflate(text) {
@@ -208,10 +221,18 @@ class Viewer {
   }
 
   // The telling head of a text, of cross-attention where there is one
-  tellingPlace(text, kind = this.data.texts[text].kinds.findIndex((of) => of.kind === "cross")) {
-    kind = Math.max(0, kind);
-    const [layer, head] = this.data.texts[text].kinds[kind].telling;
+  tellingPlace(text) {
+    const { kinds } = this.data.texts[text];
+    const kind = Math.max(0, kinds.findIndex((of) => of.kind === "cross"));
+    const [layer, head] = kinds[kind].telling;
     return { text, kind, layer, head };
+  }
+
+  // The same layer and head of another text or kind of attention, where it has them
+  samePlace(text, kind) {
+    const { layers } = this.data.texts[text].kinds[kind];
+    const layer = Math.min(this.at.layer, layers.length - 1);
+    return { text, kind, layer, head: Math.min(this.at.head, layers[layer].heads.length - 1) };
   }
 
   // "decoder.2.5", "1.cross.0.mean" (text 1), "decoder.2.5.17" (token 17)
@@ -222,7 +243,7 @@ class Viewer {
     return [...parts, ...(focus === null ? [] : [this.tokenOf("query", focus)])].join(".");
   }
   fromHash() {
-    const found = location.hash.match(/^#(?:(\d+)\.)?([a-z]+)\.(\d+)\.(\d+|mean)(?:\.(\d+))?(?:&|$)/);
+    const found = fragment.match(/^#(?:(\d+)\.)?([a-z]+)\.(\d+)\.(\d+|mean)(?:\.(\d+))?(?:&|$)/);
     if (!found) return null;
     const text = Number(found[1] ?? 0);
     const kinds = this.data.texts[text]?.kinds ?? [];
@@ -334,6 +355,7 @@ class Viewer {
   // The text: tokens in flow
   drawTexts() {
     const sides = this.isOneSided ? ["both"] : ["query", "key"];
+    const isCross = this.kind.kind === "cross";
     this.flows = sides.map((side) => {
       const tokens = this.tokens(side === "key" ? "key" : "query");
       const id = (i) => `${this.root.id}-${side}-${i}`;
@@ -345,7 +367,7 @@ class Viewer {
         const visible = token.trim() ? token : token.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t") || "∅";
         flow.append(make("span", { id: id(i), role: "option", "data-i": i, ...(classes ? { class: classes } : {}) }, visible), ...(hasSpaces ? [] : [" "]));
       });
-      const name = { both: "", query: "looks", key: "is looked at" }[side];
+      const name = { both: "", query: isCross ? "the target looks" : "looks", key: isCross ? "the source is looked at" : "is looked at" }[side];
       return { side, flow, spans: [...flow.children].filter((node) => node.dataset.i), name, shaded: [] };
     });
     this.listed = clamp(Math.ceil(Math.max(this.kind.queries.length, this.kind.keys.length) / 3), 4, LISTED);
@@ -406,11 +428,10 @@ class Viewer {
   }
 
   remember() {
-    const rest = location.hash.match(/&.*/)?.[0] ?? "";
+    const rest = fragment.match(/&.*/)?.[0] ?? "";
     const address = `#${this.address(this.at, this.pinned && this.side === "query" ? this.focus : null)}${rest}`;
     this.part("anchor").href = address;
-    // A frame without an address of its own, as in a notebook, has no history to write.
-    try { if (this.started || location.hash) history.replaceState(null, "", address); } catch { /* nothing to do */ }
+    if (this.started || fragment) writeAddress(address);
     this.started = true;
     this.root.dispatchEvent(new Event("chosen"));
   }
@@ -671,10 +692,10 @@ class Viewer {
 
   listen() {
     const on = (name, type, answer) => this.part(name).addEventListener(type, answer);
-    on("text", "change", (event) => this.showText(this.tellingPlace(Number(event.target.value))));
+    on("text", "change", (event) => this.showText(this.samePlace(Number(event.target.value), this.at.kind)));
     on("kinds", "click", (event) => {
       const kind = event.target.dataset.kind;
-      if (kind !== undefined) this.showText(this.tellingPlace(this.at.text, Number(kind)));
+      if (kind !== undefined) this.showText(this.samePlace(this.at.text, Number(kind)));
     });
     on("words", "click", (event) => {
       const { words } = event.target.dataset;
