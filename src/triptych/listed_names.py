@@ -21,7 +21,7 @@ def modules_of_names(path: Path) -> Mapping[str, str]:
 
 
 def finder(package: str, path: str) -> Callable[[str], Any]:
-    """Return `__getattr__` of a package; its file lists names, not those of its modules, as imports."""
+    """Return `__getattr__` of a package whose file lists names as imports, except names of its modules."""
     modules: Mapping[str, str] = {}
 
     def find(name: str) -> Any:

@@ -120,9 +120,9 @@ class Run:
             `[length, vocab]`. With the head of a task one for each of `labels`: `[labels]` for the text, or
             `[length, labels]` where each token has a class. Hidden states, without a head.
         labels: names of the classes (`id2label`) that the head of a task tells apart; None for other models.
-        class_logits: logits of the second head of a model with two (next sentence, sentence order, choice),
-            `[labels]`, one for each of `class_labels`; None for other models.
-        class_labels: names of the classes that the second head tells apart; None for other models.
+        class_logits: logits `[labels]` of the second head (next sentence, sentence order, choice) for
+            `class_labels`; None for models with a single head.
+        class_labels: names of the classes of the second head; None for models with a single head.
     """
 
     def __init__(

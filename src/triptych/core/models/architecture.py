@@ -283,8 +283,8 @@ class HeadConfig:
 
 
 # Rows of the stream read by a task head: "each" token, the "first" token, the "last" token except padding,
-# the "next" row after it (if there is one), the "final" row, the last "end" token, or the "mean" of all
-# tokens. A "late" head reads each token, and its logits are the mean over tokens.
+# the "next" row after the last token (if it exists), the "final" row, the last "end" token, or the "mean"
+# of all tokens. A "late" head reads each token, and its logits are the mean over tokens.
 Pooling = Literal["each", "first", "last", "next", "final", "end", "mean", "late"]
 
 

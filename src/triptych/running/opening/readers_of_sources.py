@@ -231,7 +231,7 @@ def _unsearched(
     """Open an encoder-decoder without a supported search: its targets have to be given."""
     start_id = source.record.get("decoder_start_token_id")
     if start_id is None and isinstance(own := source.record.get("decoder"), dict):
-        start_id = own.get("bos_token_id")  # as T5Gemma, which has no other
+        start_id = own.get("bos_token_id")  # T5Gemma has it nowhere else
     model = load_encoder_decoder(source, device, dtype)
     task = model.decoder.task
     # The decoder of some heads begins with the last token of its text.

@@ -80,7 +80,7 @@ class Architecture(Spec):
     over_root: str = ""
     # difference between the model and llama.cpp's result, if files are read but not written
     unlike: str = ""
-    # what to change if llama.cpp would compute something else
+    # changes of config.json that make llama.cpp compute the same
     advice: tuple[Choice, ...] = ()
 
     @property
