@@ -30,8 +30,8 @@ _LANGUAGES = ("en", "de")
 _CYRILLIC = re.compile(r"[\u0400-\u04ff]")
 # Characters that the library reads at once: its time grows with the square of a text of open quotation marks.
 _WINDOW = 4096
-# Ends that the library does not know: marks in front of a digit ("。2020年", "born. 1991 he"), those of
-# Khmer and Greek, and marks with a footnote, markup or no space behind them ("left.[1] She", "**Yes.** No").
+# Ends that the library does not know: marks in front of a digit ("。2020年", "born. 1991 he"), marks of Khmer
+# and Greek, and marks in front of a footnote, markup or a letter ("left.[1] She", "**Yes.** No").
 _MORE_ENDS = re.compile(
     r"[。！？][”’」』）]*\s*(?=\d)|[!?।॥؟۔][\"”’»)]*\s+(?=\d)|[។៕]\s+(?=\S)"
     r"|(?<=[\u0370-\u03ff\u1f00-\u1fff])[;\u037e]\s+(?=\S)"
@@ -60,9 +60,9 @@ _ENDING_ABBREVIATION = re.compile(
     r"Mlle|Sra?|vs|cf|feat|viz|e\.g|i\.e|z\.B|d\.h|[A-Z](?=\.\sHe\s))\.)"
     rf"\w+(?:\.\w+)*\.[)\"”»]*\s+(?=[\"“„«(]?(?:{_BEGINNINGS})\s)"
 )
-# Numbers of a list; the first begins the text.
+# Numbers of a list; a list begins at the start of the text.
 _ITEM = re.compile(r"(?:\A\s*|(?<=[^\w\s]\s))(\d{1,3})[.)]\s+(?=[^\W\d_])")
-# Quotations and brackets, and what such a one ends in if it has whole sentences ("Stop. Now," he said).
+# Quotations and brackets, and the marks at the end of whole sentences inside ("Stop. Now," he said).
 _ENCLOSED = re.compile(
     r"\"[^\"]*\"|“[^“”]*”|„[^„“”]*[“”]|«[^«»]*»|»[^«»]*«|「[^「」]*」|『[^『』]*』|（[^（）]*）|\([^()]*\)"
     r"|(?<!\w)'(?:[^']|(?<=\w)'(?=\w))*'(?!\w)|‘(?:[^‘’]|(?<=\w)’(?=\w))*’(?!\w)"
