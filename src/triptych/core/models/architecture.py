@@ -282,9 +282,8 @@ class HeadConfig:
     soft_cap: float | None = None  # c in `c · tanh(s / c)` of logits s; None for no cap
 
 
-# Rows of the stream read by a task head: "each" token, the "first" token, the "last" token except padding,
-# the "next" row after the last token (if it exists), the "final" row, the last "end" token, or the "mean"
-# of all tokens. A "late" head reads each token, and its logits are the mean over tokens.
+# Rows of the stream read by a task head: each token, the first, the last except padding, the next row after
+# it, the final row, the last end token, or the mean of tokens ("late": the mean of their logits).
 Pooling = Literal["each", "first", "last", "next", "final", "end", "mean", "late"]
 
 
