@@ -563,7 +563,8 @@ def _directions(model: Model, layer: str, head: Head) -> Iterator[dict[str, Any]
         return [*map(readable, tokenizer.pieces(top.indices.tolist()))]
 
     def with_opposites(scores: Tensor, tokenizer: Any) -> list[list[str]]:
-        return [best(of, tokenizer) for own in scores for of in (own, -own)]
+        signed = torch.stack([scores, -scores], dim=1).flatten(0, 1)
+        return [best(own, tokenizer) for own in signed]
 
     def nearest(side: int, directions: Tensor) -> list[list[str]]:
         return with_opposites(token_cosines(tables[side], directions), tokenizers[side])
