@@ -217,6 +217,8 @@ class Translator:
 
     def begin(self, line: str, options: SearchOptions) -> "Asked[Translation]":
         """Return a request to translate a line, for a loop."""
+        from triptych.running.decoding.token_loop import Asked
+
         cut = self._cut(line)
         pieces = [self.decoder.begin(ids, options) for ids in cut.encoded]
         texts = chain.from_iterable(piece.texts for piece in pieces)
