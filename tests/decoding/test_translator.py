@@ -171,13 +171,14 @@ def test_the_longest_line_is_the_models_or_less_and_stated_where_it_has_none(
     translator: Translator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, tokenizers = translator.model, translator.tokenizers
-    shorter, longer = (
-        Translator(model, tokenizers, SearchOptions(max_source_tokens=limit)) for limit in (5, LIMIT + 1)
-    )
-    assert (translator.max_source_tokens, longer.max_source_tokens) == (LIMIT, LIMIT)
-    assert shorter.translate(GERMAN[1]).num_pieces > 1
+
+    def made(limit: int | None) -> Translator:
+        return Translator(model, tokenizers, SearchOptions(max_source_tokens=limit))
+
+    assert (made(None).max_source_tokens, made(LIMIT + 1).max_source_tokens) == (LIMIT, LIMIT)
+    assert made(5).translate(GERMAN[1]).num_pieces > 1
     monkeypatch.setattr(type(model), "max_source_tokens", None)
-    assert (translator.max_source_tokens, longer.max_source_tokens) == (LONGEST_LINE, LIMIT + 1)
+    assert (made(None).max_source_tokens, made(LIMIT + 1).max_source_tokens) == (LONGEST_LINE, LIMIT + 1)
 
 
 def test_a_long_word_is_translated_in_pieces_too(translator: Translator) -> None:

@@ -275,8 +275,9 @@ def find_source(
     raise an error for fields of the configuration without effect instead of a warning. `adapters`: folders of
     adapters of PEFT, or their names on the Hub; they are merged into the model in their order.
 
-    Raises UsageError if the source or the tokenizer does not exist, or is of another type. Raises DataError
-    if the Hub cannot be reached or lacks the repository, or the configuration cannot be read.
+    Raises UsageError if the source or the tokenizer does not exist, or is of another type, or if a family is
+    given for a model in this library's format. Raises DataError if the Hub cannot be reached or lacks the
+    repository, or the configuration cannot be read.
     """
     if isinstance(source, Source):
         return source
@@ -295,6 +296,8 @@ def find_source(
     )
     if family is None and is_unnamed:
         _work_out_model_type(found)
+    if family is not None and found.is_own:
+        raise UsageError(f"{found.name} is a run: leave out --family")
     found.family = family
     found.strict = strict
     if found.module is not None or not isinstance(
@@ -308,10 +311,8 @@ def _of_gguf(
     name: str, file: Path | tuple[str, str], *, offline: bool = False
 ) -> Source:
     """Open a GGUF file, by its path or by its repository on the Hub and its name there."""
-    from triptych.core.checkpoints.gguf.gguf_model import (
-        GgufModel,
-        fetch_gguf,
-    )  # a large format of its own
+    # a large format of its own
+    from triptych.core.checkpoints.gguf.gguf_model import GgufModel, fetch_gguf
 
     path = file if isinstance(file, Path) else fetch_gguf(*file, offline=offline)
     model = GgufModel(path, name)
@@ -326,9 +327,8 @@ def _gguf_at(path: Path) -> Path | None:
         return None
     if not any(path.glob("*.gguf")):
         return None
-    from triptych.core.checkpoints.gguf.gguf_model import (
-        find_gguf,
-    )  # a large format of its own
+    # a large format of its own
+    from triptych.core.checkpoints.gguf.gguf_model import find_gguf
 
     return find_gguf(path)
 

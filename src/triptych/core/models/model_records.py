@@ -371,7 +371,7 @@ def _is_of(value: object, hint: Any) -> bool:
         return isinstance(value, str) and value in get_args(hint)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
-    if hint in (int, bool, NoneType):
+    if hint in (int, bool, str, NoneType):
         return type(value) is hint
     if isinstance(hint, type) and is_dataclass(hint):
         return isinstance(value, hint)
