@@ -1,6 +1,7 @@
 """CTranslate2 in the place of our own search: the same hypotheses, scores and options."""
 
 import errno
+import itertools
 import math
 import os
 import sys
@@ -101,15 +102,18 @@ def test_hypotheses_and_scores_are_those_of_our_own_search(run: Reader, options:
 
 
 def test_texts_are_the_same_without_the_scores_that_a_greedy_search_leaves_out() -> None:
-    for beam_size in (1, 2):
-        translator = load("demo", engine="ctranslate2").translator(beam_size=beam_size)
-        with_scores = translator.translate(LINES)
-        without = translator.without_scores().translate(LINES)
+    lines = [*LINES, "ß!?"]
+    model = load("demo", engine="ctranslate2")
+    for beam_size, extra in itertools.product((1, 2), (None, 1)):
+        translator = model.translator(beam_size=beam_size, max_extra_tokens=extra)
+        with_scores = translator.translate(lines)
+        without = translator.without_scores().translate(lines)
         assert [found.text for found in without] == [found.text for found in with_scores]
         assert [found.finish for found in without] == [found.finish for found in with_scores]
+        assert ("length" in {found.finish for found in without}) == (extra == 1)
         missing = {math.isnan(found.candidates[0].score) for found in without if found.num_pieces}
         assert missing == {beam_size == 1}
-        assert translator.translate(LINES) == with_scores  # the translator itself keeps them
+        assert translator.translate(lines) == with_scores  # the translator itself keeps them
 
 
 def test_a_model_is_converted_once_and_another_one_apart(run: Reader) -> None:

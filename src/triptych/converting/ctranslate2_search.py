@@ -103,7 +103,8 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
     library = "ctranslate2"
 
     # If a hypothesis reaches the length limit, its sentence is searched again by triptych in fp32, on the
-    # CPU: CTranslate2 cuts such outputs off without an end of sentence.
+    # CPU: CTranslate2 cuts such outputs off without an end of sentence, and gives no score of the part within
+    # the limit. A greedy output without scores is that part.
 
     def __init__(
         self,
@@ -200,7 +201,9 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         for tokens, log_prob in zip(result.hypotheses, scores, strict=True):
             ids = tuple(self._ids[token] for token in tokens)
             if len(ids) > limit + 1 or not ids or ids[-1] != eos_id:
-                return []
+                if self._returns_scores:
+                    return []
+                return [Hypothesis(ids[:limit], math.nan, math.nan, finish="length")]
             penalty = length_penalty(len(ids), self.options.alpha)
             found.append(Hypothesis(ids[:-1], log_prob, log_prob / penalty))
         return best_first(found)[: self.options.num_best]
