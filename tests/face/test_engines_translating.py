@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -264,3 +265,33 @@ def test_auto_takes_ctranslate2_where_it_computes_the_same_model_and_says_so(
     assert 'stop must be "full", and it is "certain"' in taken(stop="certain")
     monkeypatch.setitem(sys.modules, "ctranslate2", None)
     assert "CTranslate2 is not installed: pip install ctranslate2" in taken()
+
+
+def test_batches_read_ahead_give_the_same_translations_and_an_error_comes_after_the_lines_before_it() -> None:
+    translator = load("demo", engine="ctranslate2").translator()
+    batches = [[line, "Kinder"] for line in GERMAN]
+    expected = [*translator.translate_stream(batches)]
+    assert [*translator.reading_ahead().translate_stream(batches)] == expected
+
+    def broken() -> Iterator[list[str]]:
+        yield from batches
+        raise DataError("no more")
+
+    found = translator.reading_ahead().translate_stream(broken())
+    assert [next(found) for _ in expected] == expected
+    with pytest.raises(DataError, match="no more"):
+        next(found)
+
+
+def test_a_translator_that_does_not_read_ahead_asks_for_no_batch_before_it_gives_the_last() -> None:
+    asked = []
+
+    def batches() -> Iterator[list[str]]:
+        for line in GERMAN:
+            asked.append(line)
+            yield [line]
+
+    found = load("demo", engine="ctranslate2").translator().translate_stream(batches())
+    for number, translation in enumerate(found, start=1):
+        assert translation.source == asked[-1]
+        assert len(asked) == number

@@ -131,6 +131,9 @@ def translate(
     translator = translator.with_special_tokens(special_tokens_of(literal))
     if not as_json and searching["num_best"] == 1:
         translator = translator.without_scores()
+    # A file is there, and a pipe is still written.
+    if isinstance(given, Path) and given.is_file():
+        translator = translator.reading_ahead()
     if attention:
         opened().reader.require_heads(attention)
     render = (

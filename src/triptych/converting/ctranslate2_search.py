@@ -5,7 +5,8 @@ hundreds of sentences.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from triptych.literals import Precision
 from triptych.running.decoding import (
     Decoder,
     Ends,
+    Group,
     Hypotheses,
     Hypothesis,
     SamplingOptions,
@@ -96,6 +98,15 @@ class SearchLimits(NamedTuple):
     has_shortlist: bool = False
 
 
+class _Search(NamedTuple):
+    """A search of sentences that CTranslate2 has begun."""
+
+    sentences: Sequence[Sequence[int]]
+    limits: list[int]  # maximum lengths of the outputs
+    batches: list[list[int]]  # indices of the sentences
+    pending: list[list[Any]]  # asynchronous results of each batch
+
+
 @final
 class CTranslate2Searcher(Decoder[SearchOptions]):
     """Beam search of sentences with CTranslate2."""
@@ -132,6 +143,7 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         self._search_again = search_again
         self._own: Translator | None = None
         self._returns_scores = True
+        self._most_waiting = 0  # groups begun and not yielded
 
     def without_scores(self) -> "CTranslate2Searcher":
         """Return a decoder without scores if its search is greedy: they cost a softmax at each step."""
@@ -140,6 +152,35 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         own = copy(self)
         own._returns_scores = False
         return own
+
+    def reading_ahead(self) -> "CTranslate2Searcher":
+        """Return a decoder that prepares a group while CTranslate2 searches the group in front of it."""
+        own = copy(self)
+        own._most_waiting = 1
+        return own
+
+    def decode_groups(
+        self, given: Iterable[Any], begin: Callable[[Any], Group]
+    ) -> Iterator[Group]:
+        waiting = deque[tuple[Group, _Search]]()
+        failure: Exception | None = None
+        try:
+            for one in given:
+                group = begin(one)
+                waiting.append((group, self._started(group.texts)))
+                if len(waiting) > self._most_waiting:
+                    yield self._ended(*waiting.popleft())
+        except Exception as error:  # noqa: BLE001 (raised when the groups in front of it are done)
+            failure = error
+        while waiting:
+            yield self._ended(*waiting.popleft())
+        if failure is not None:
+            raise failure
+
+    def _ended(self, group: Group, search: _Search) -> Group:
+        group.found = self._found(search)
+        group.missing = 0
+        return group
 
     def decode(
         self,
@@ -150,14 +191,21 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         assert options in (None, self.options), (
             "the model is converted for the options of its searcher"
         )
-        sentences = texts
+        return self._found(self._started(texts))
+
+    def _started(self, sentences: Sequence[Sequence[int]]) -> _Search:
         batches = list(batches_of_like_length(sentences, _BATCH_TOKENS))
         limits = [*map(self._limit, sentences)]
-        found: list[list[Hypothesis]] = [[] for _ in sentences]
         pending = [
             self._begin([sentences[i] for i in batch], max(limits[i] for i in batch))
             for batch in batches
         ]
+        return _Search(sentences, limits, batches, pending)
+
+    def _found(self, search: _Search) -> Hypotheses:
+        """Wait for the results of a search, and return the hypotheses of its sentences."""
+        sentences, limits, batches, pending = search
+        found: list[list[Hypothesis]] = [[] for _ in sentences]
         for batch, results in zip(batches, pending, strict=True):
             for i, result in zip(batch, results, strict=True):
                 found[i] = self._hypotheses(result.result(), limits[i])

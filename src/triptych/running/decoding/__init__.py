@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     )
     from triptych.running.decoding.decoder import Decoder as Decoder
     from triptych.running.decoding.decoder import Ends as Ends
+    from triptych.running.decoding.decoder import Group as Group
     from triptych.running.decoding.decoder import Hypotheses as Hypotheses
     from triptych.running.decoding.decoder import never_ends as never_ends
     from triptych.running.decoding.engine import Engine as Engine

@@ -114,6 +114,10 @@ class Decoder(ABC, Generic[OptionsT]):
         """Return a faster decoder of the same hypotheses; their scores may be NaN."""
         return self
 
+    def reading_ahead(self) -> "Decoder[OptionsT]":
+        """Return a decoder whose `decode_groups` may begin a group before it yields the group in front."""
+        return self
+
     def start_workers(self) -> None:
         """Start other processes now, instead of on demand, and wait until they are ready."""
 

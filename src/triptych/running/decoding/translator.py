@@ -255,6 +255,12 @@ class Translator:
         own.decoder = self.decoder.without_scores()
         return own
 
+    def reading_ahead(self) -> "Translator":
+        """Return a copy whose `translate_stream` may wait for a later batch: for batches that are there."""
+        own = copy(self)
+        own.decoder = self.decoder.reading_ahead()
+        return own
+
     def start_workers(self) -> None:
         """Start the other workers and wait until they are ready, instead of starting them on demand."""
         self.decoder.start_workers()
