@@ -5,15 +5,16 @@ import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from triptych import load, user_code
+from triptych import Model, load, user_code
 from triptych.converting import kept_translators
-from triptych.converting.kept_translators import kept_translator
+from triptych.converting.kept_translators import KeptTranslator
 from triptych.errors import DataError, EngineNote
 from triptych.files import cache_folder
 from triptych.running.decoding import SearchOptions, Translator
@@ -56,7 +57,7 @@ def demo(conversions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(conversions))
     folder = tmp_path / "demo"
     shutil.copytree(Path(user_code.__file__).parent / "demo_model", folder)
-    load(folder, engine="ctranslate2").translator()
+    keep(str(folder))
     return str(folder)
 
 
@@ -76,7 +77,24 @@ def kept(
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EngineNote)
-        return kept_translator(source, opening, search, 1, again)
+        return KeptTranslator(source, opening, search).find(1, again)
+
+
+def keep(
+    source: str,
+    opening: Mapping[str, Any] = OPENING,
+    search: Mapping[str, Any] = SEARCH,
+    change: Callable[[Model], object] = id,
+) -> None:
+    """Open a source and keep its translator as the command does; `change` does something in between."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EngineNote)
+        found = KeptTranslator(source, opening, search)
+        assert found.find(1, lambda options: load(source).reader.translator(options)) is None
+        model = load(source, **{name: opening[name] for name in OPENING})
+        translator = model.translator(**search)
+        change(model)
+        found.keep(model._opened, translator)
 
 
 @pytest.mark.parametrize("max_extra_tokens", [None, 1], ids=["", "cut off"])
@@ -84,6 +102,8 @@ def test_a_kept_translator_gives_the_translations_of_an_opened_one(
     demo: str, max_extra_tokens: int | None
 ) -> None:
     search = {**SEARCH, "max_extra_tokens": max_extra_tokens}
+    if max_extra_tokens:
+        keep(demo, search=search)
     opened = load(demo, engine="ctranslate2").translator(**search)
     found = kept(demo, search=search)
     assert found is not None
@@ -104,12 +124,18 @@ def test_a_second_command_translates_without_torch(demo: str) -> None:
     assert translated(COMMAND) == f"{load(demo).translate(LINES[0]).text}\n"
 
 
-@pytest.mark.parametrize("change", ["written anew", "added", "removed", "moved"])
+@pytest.mark.parametrize(
+    "change", ["written anew", "unpacked with the same time", "added", "removed", "moved"]
+)
 def test_a_change_of_the_source_is_noticed(demo: str, change: str) -> None:
     assert kept(demo) is not None
     weights = Path(demo, "model.safetensors")
     if change == "written anew":
         weights.write_bytes(weights.read_bytes())
+    elif change == "unpacked with the same time":
+        before = weights.stat()
+        weights.write_bytes(weights.read_bytes())
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     elif change == "added":
         Path(demo, "more.txt").touch()
     elif change == "removed":
@@ -117,13 +143,13 @@ def test_a_change_of_the_source_is_noticed(demo: str, change: str) -> None:
     else:
         demo = str(shutil.move(demo, f"{demo}-moved"))
     assert kept(demo) is None
-    load(demo, engine="ctranslate2").translator()
+    keep(demo)
     assert kept(demo) is not None
 
 
 def test_a_change_after_the_opening_is_refused_where_triptych_searches_again(demo: str) -> None:
     search = {**SEARCH, "max_extra_tokens": 1}
-    load(demo, engine="ctranslate2").translator(max_extra_tokens=1)
+    keep(demo, search=search)
     found = kept(demo, search=search)
     assert found is not None
     os.utime(Path(demo, "model.safetensors"))
@@ -132,7 +158,7 @@ def test_a_change_after_the_opening_is_refused_where_triptych_searches_again(dem
 
 
 def test_without_its_conversion_or_record_a_source_is_opened(demo: str, own_cache: Path) -> None:
-    load(demo, engine="ctranslate2").translator()
+    keep(demo)
     (record,) = own_cache.glob("translator-*")
     (conversion,) = own_cache.glob("ctranslate2-*")
     shutil.move(conversion, conversion.with_name("elsewhere"))
@@ -141,6 +167,8 @@ def test_without_its_conversion_or_record_a_source_is_opened(demo: str, own_cach
     assert kept(demo) is not None
     (record / "translator.json").write_text("{}")
     assert kept(demo) is None
+    keep(demo)
+    assert kept(demo) is not None
 
 
 def test_options_that_another_model_or_engine_needs_open_the_source(
@@ -166,10 +194,38 @@ def test_options_that_another_model_or_engine_needs_open_the_source(
     assert kept(demo) is None
 
 
-def test_a_model_opened_with_options_of_its_own_is_not_kept(demo: str, own_cache: Path) -> None:
-    load(demo, engine="ctranslate2").ablate("cross.1").translator()
-    load(demo, engine="ctranslate2", strict=True).translator()
-    Path(demo, "link").symlink_to("missing")
-    load(demo, engine="ctranslate2").translator()
-    assert [*own_cache.glob("ctranslate2-*")] != []
+def test_a_model_that_its_files_alone_do_not_decide_is_not_kept(demo: str, own_cache: Path) -> None:
+    def translate_changed(model: Model) -> None:
+        with torch.no_grad():
+            next(model.reader.model.parameters()).zero_()
+        model.translate(LINES[0])
+
+    weights = Path(demo, "model.safetensors")
+    translate_changed(load(demo, engine="ctranslate2"))
+    keep(demo, OPENING | {"without": "cross.1"})
+    keep(demo, OPENING | {"strict": True})
+    keep(demo, change=lambda _: os.utime(weights))
     assert [*own_cache.glob("translator-*")] == []
+    assert len([*own_cache.glob("ctranslate2-*")]) == 2
+
+
+def test_a_folder_whose_files_are_not_all_known_is_not_kept(
+    demo: str, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = Path(demo, "more")
+    more.symlink_to("missing")
+    keep(demo)
+    more.unlink()
+    more.symlink_to(tmp_path)
+    keep(demo)
+    more.unlink()
+    nameless = Path(demo, os.fsdecode(b"\xff"))
+    nameless.touch()
+    keep(demo)
+    nameless.unlink()
+    with monkeypatch.context() as few:
+        few.setattr(kept_translators, "_MOST_FILES", 2)
+        keep(demo)
+    assert [*own_cache.glob("translator-*")] == []
+    keep(demo)
+    assert [*own_cache.glob("translator-*")] != []

@@ -17,7 +17,7 @@ from triptych.cli.options import (
 from triptych.cli.outputs import Output, is_remembered, remember, require_free
 from triptych.cli.signatures import Options
 from triptych.cli.terminal import json_text, standard_input, text_or_file, write_output
-from triptych.converting.kept_translators import kept_translator
+from triptych.converting.kept_translators import KeptTranslator
 from triptych.errors import DataError, UsageError
 from triptych.files import write_atomically
 from triptych.model import Model, load
@@ -119,15 +119,14 @@ def translate(
     def search_again(options: "SearchOptions") -> "Translator":
         return opened().reader.translator(options)
 
-    translator = None
-    if terms is None and without is None:
-        translator = kept_translator(
-            model, opening, searching, num_workers, search_again
-        )
+    changing = {"glossary": glossary, "without": without}
+    kept = KeptTranslator(model, opening | changing, searching)
+    translator = kept.find(num_workers, search_again)
     if translator is None:
         translator = opened().translator(
             **searching, glossary=terms, workers=num_workers
         )
+        kept.keep(opened()._opened, translator)
     translator = translator.with_special_tokens(special_tokens_of(literal))
     if not as_json and searching["num_best"] == 1:
         translator = translator.without_scores()

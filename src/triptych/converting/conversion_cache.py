@@ -1,4 +1,4 @@
-"""The cache folder of converted models."""
+"""The cache folder of converted models and of their translators."""
 
 import contextlib
 import tempfile
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from triptych.files import find_cache_folder, remove_folder, write_folder
 
-_MOST_KEPT = 4  # converted models of one configuration in the cache folder
+_MOST_KEPT = 4  # converted models of one configuration
 
 
 @contextmanager
@@ -30,7 +30,10 @@ def converted(name: str, write: Callable[[Path], object]) -> Iterator[Path]:
 def in_cache(
     name: str, write: Callable[[Path], object], most: int = _MOST_KEPT
 ) -> Path | None:
-    """Return the folder of a converted model in the cache folder; None if it cannot be written there."""
+    """Return a folder in the cache folder, written if it is missing; None if it cannot be written there.
+
+    Of folders whose names differ after the last hyphen, the `most` newest stay.
+    """
     folder = find_cache_folder()
     if folder is None:
         return None
@@ -49,7 +52,7 @@ def in_cache(
 
 
 def _remove_older(place: Path, most: int) -> None:
-    """Remove the oldest conversions of models with the same configuration."""
+    """Remove the oldest folders whose names differ after the last hyphen."""
     alike = place.parent.glob(f"{place.name.rpartition('-')[0]}-*")
     newest = sorted(alike, key=lambda folder: folder.stat().st_mtime, reverse=True)
     for folder in newest[most:]:

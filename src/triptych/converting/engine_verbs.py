@@ -1,6 +1,5 @@
 """Translation, generation and evaluation of a model, by the engine named in its options."""
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,6 @@ from triptych.converting.engines import (
 )
 from triptych.converting.engines import make_generator as make_generator
 from triptych.converting.engines import make_translator as make_translator
-from triptych.converting.kept_translators import keep_translator
 from triptych.errors import UsageError
 from triptych.literals import (
     BleuTokenizer,
@@ -73,29 +71,7 @@ def translator_of(
     found = make_translator(
         opened.to_run, opened.options, workers, glossary, stop, **search
     )
-    if found.engine == "ctranslate2":
-        _keep(opened, found, search.get("max_extra_tokens"))
     return found.with_special_tokens(special_tokens)
-
-
-def _keep(opened: Opened, translator: Translator, max_extra_tokens: int | None) -> None:
-    """Keep a translator of CTranslate2 for the next command, if its source alone decides the model."""
-    source = opened.source
-    options = opened.options
-    asked = (
-        *(options.dtype, options.languages, options.shortlist, options.ensemble),
-        *(source.family, source.tokenizer, source.strict, source.notes),
-        *(source.adapters, opened.changes),
-    )
-    if not isinstance(source.found, Path) or not source.found.is_dir() or any(asked):
-        return
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert opened.unchanged.attention.layers
-    if not said:
-        decoding = opened.to_run.decoding
-        root = source.found
-        keep_translator(source.name, root, translator, decoding, max_extra_tokens)
 
 
 def generate(

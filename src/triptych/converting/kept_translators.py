@@ -3,8 +3,11 @@
 The cache folder has a folder for each source that CTranslate2 has translated: the tokenizers, the search
 settings, the name of the converted model, and the sizes and times of the files of the source. A source with
 another file, size or time is opened and converted anew (`engines.py`), and its folder is replaced.
+
+The command alone keeps translators: in Python, the weights of an opened model may have been changed.
 """
 
+import errno
 import hashlib
 import os
 import sys
@@ -14,7 +17,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from pydantic import BaseModel, ConfigDict
 
@@ -27,7 +30,7 @@ from triptych.converting.ctranslate2_search import (
     require_beam_alone,
     require_full_stop,
 )
-from triptych.errors import DataError, EngineNote, TriptychError
+from triptych.errors import ConfigurationWarning, DataError, EngineNote, TriptychError
 from triptych.extras import is_installed
 from triptych.files import find_cache_folder, remove_folder, write_text
 from triptych.literals import Precision
@@ -37,11 +40,17 @@ from triptych.running.text import TokenizerPair
 from triptych.untrusted import Stamp, read_json, validated
 from triptych.user_code import paths
 
+if TYPE_CHECKING:
+    from triptych.running.opened_source import Opened
+
 _RECORD = "translator.json"
 _MOST_FILES = 1000  # a folder with more files is opened each time
 _MOST_KEPT = 16
 # Device files of GPUs: torch may take such a GPU, and finds it only after its import.
-_GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+_GPUS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
+# Stamps of files, each with the time at which its status last changed, by paths below a folder. A program
+# that unpacks an archive can set the other times.
+_Files = dict[str, tuple[int, ...]]
 
 
 @final
@@ -51,7 +60,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     root: Path  # folder of the source
-    files: dict[str, Stamp]  # stamps by paths below the root
+    files: _Files
     converted: str  # name of the converted model in the cache folder
     decoding: DecodingConfig
     limits: SearchLimits
@@ -61,99 +70,119 @@ def _may_have_gpu() -> bool:
     return sys.platform == "win32" or any(map(os.path.exists, _GPUS))
 
 
-def kept_translator(
-    source: str,
-    opening: Mapping[str, Any],
-    search: Mapping[str, Any],
-    workers: int,
-    search_again: Callable[[SearchOptions], Translator],
-) -> Translator | None:
-    """Return the translator of a source from the cache folder; None if it has to be opened.
+@final
+class KeptTranslator:
+    """The translator of a source in the cache folder, for the options of one command."""
 
-    `opening` are arguments of `load`, and `search` arguments of `DecodingConfig.search_options`.
-    `search_again` opens the source and makes a translator of triptych, for outputs that CTranslate2 cuts off.
-    """
-    cache = find_cache_folder()
-    if cache is None or not _may_be_kept(opening) or search["num_best"] > 1:
-        return None
-    folder = cache / _name(source, search.get("max_extra_tokens"))
-    try:
-        record = _read(folder)
-        if record.files != _stamps(record.root):
+    def __init__(
+        self, source: str, opening: Mapping[str, Any], search: Mapping[str, Any]
+    ) -> None:
+        """Prepare for a command's options.
+
+        `search` are arguments of `DecodingConfig.search_options`. `opening` are arguments of `load`, and
+        further options that change the model: with one of these, no translator is kept.
+        """
+        self._source = source
+        self._opening = opening
+        self._search = search
+        self._folder: Path | None = None
+        # The files before the source is opened: they may change before the translator is kept.
+        self._before: _Files | None = None
+        cache = find_cache_folder()
+        if cache is not None and _may_be_kept(opening):
+            self._folder = cache / _name(source, search["max_extra_tokens"])
+
+    def find(
+        self, workers: int, search_again: Callable[[SearchOptions], Translator]
+    ) -> Translator | None:
+        """Return the translator; None if the source has to be opened.
+
+        `search_again` opens the source and makes a translator of triptych, for outputs that CTranslate2 cuts
+        off.
+        """
+        if self._folder is None or self._search["num_best"] > 1:
             return None
-        tokenizers = TokenizerPair.load(folder)
-        given = {**search, "stop": search.get("stop") or "full"}
-        options = record.decoding.search_options(**given)
-        require_full_stop(options)
-        require_beam_alone(options)
-        precision: Precision = opening["precision"]
-        model = load_folder(
-            "Translator",
-            cache / record.converted,
-            precision,
-            ("cpu", 0),
-            (workers, 1),
-        )
-    except (TriptychError, OSError):  # raised again, or mended, when it is opened
-        return None
-
-    def again(options: SearchOptions) -> Translator:
-        if record.files != _stamps(record.root):
-            raise DataError(
-                f"{source} was written anew while it was open: open the model again"
+        self._before = _files_of(Path(self._source))
+        precision: Precision = self._opening["precision"]
+        try:
+            place = self._folder / _RECORD
+            record = validated(_Record, read_json(place), place)
+            tokenizers = TokenizerPair.load(self._folder)
+            # After the reading: another process may have replaced the folder for a newer source.
+            if record.files != _files_of(record.root):
+                return None
+            given = {**self._search, "stop": self._search.get("stop") or "full"}
+            options = record.decoding.search_options(**given)
+            require_full_stop(options)
+            require_beam_alone(options)
+            converted = self._folder.with_name(record.converted)
+            model = load_folder(
+                "Translator",
+                converted,
+                precision,
+                ("cpu", 0),
+                (workers, 1),
             )
-        return search_again(options)
+        except (TriptychError, OSError):  # raised again, or mended, when it is opened
+            return None
 
-    if opening["engine"] == "auto":
-        warnings.warn(f"engine auto: {TAKEN_BY_AUTO}", EngineNote, stacklevel=2)
-    searcher = CTranslate2Searcher(
-        model, tokenizers, options, record.limits, again, cache / record.converted
-    )
-    return Translator(None, tokenizers, options, precision=precision, decoder=searcher)
+        def again(options: SearchOptions) -> Translator:
+            if record.files != _files_of(record.root):
+                raise DataError(
+                    f"{self._source} was written anew while it was open: open the model again"
+                )
+            return search_again(options)
 
+        if self._opening["engine"] == "auto":
+            warnings.warn(f"engine auto: {TAKEN_BY_AUTO}", EngineNote, stacklevel=2)
+        searcher = CTranslate2Searcher(
+            model, tokenizers, options, record.limits, again, converted
+        )
+        return Translator(
+            None, tokenizers, options, precision=precision, decoder=searcher
+        )
 
-def keep_translator(
-    source: str,
-    root: Path,
-    translator: Translator,
-    decoding: DecodingConfig,
-    max_extra_tokens: int | None,
-) -> None:
-    """Keep a translator of CTranslate2 for `kept_translator`; `root` is the folder of its source."""
-    decoder = translator.decoder
-    cache = find_cache_folder()
-    files = _stamps(root)
-    if (
-        cache is None
-        or files is None
-        or paths()
-        or not isinstance(decoder, CTranslate2Searcher)
-        or decoder.folder.parent != cache
-    ):
-        return
-    record = _Record(
-        root=root.resolve(),
-        files=files,
-        converted=decoder.folder.name,
-        decoding=decoding,
-        limits=decoder.limits,
-    )
-    name = _name(source, max_extra_tokens)
-    with suppress(DataError):
-        if _read(cache / name) == record:
+    def keep(self, opened: "Opened", translator: Translator) -> None:
+        """Keep the translator that was made of the opened source after `find` returned None."""
+        decoder = translator.decoder
+        root = opened.source.found
+        if (
+            self._folder is None
+            or not isinstance(decoder, CTranslate2Searcher)
+            or decoder.folder.parent != self._folder.parent
+            or not isinstance(root, Path)
+            or not root.is_dir()
+        ):
             return
+        root = root.resolve()
+        files = _files_of(root)
+        # The demo has no path of its name, and no files from before.
+        if files is None or (Path(self._source).exists() and files != self._before):
+            return
+        if _warns(opened):
+            return
+        record = _Record(
+            root=root,
+            files=files,
+            converted=decoder.folder.name,
+            decoding=opened.to_run.decoding,
+            limits=decoder.limits,
+        )
 
-    def write(folder: Path) -> None:
-        translator.tokenizers.save(folder)
-        write_text(folder / _RECORD, record.model_dump_json())
+        def write(folder: Path) -> None:
+            translator.tokenizers.save(folder)
+            write_text(folder / _RECORD, record.model_dump_json())
 
-    with suppress(OSError):  # another process removes it, too
-        remove_folder(cache / name)
-    in_cache(name, write, _MOST_KEPT)
+        with suppress(OSError):  # another process removes it, too
+            remove_folder(self._folder)
+        in_cache(self._folder.name, write, _MOST_KEPT)
 
 
-def _read(folder: Path) -> _Record:
-    return validated(_Record, read_json(folder / _RECORD), folder / _RECORD)
+def _warns(opened: "Opened") -> bool:
+    """Return True if the opening of a source warns: a kept translator would not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigurationWarning)
+        return bool(opened.attention.warnings)
 
 
 def _name(source: str, max_extra_tokens: int | None) -> str:
@@ -180,17 +209,24 @@ def _may_be_kept(opening: Mapping[str, Any]) -> bool:
     )
 
 
-def _stamps(root: Path) -> dict[str, Stamp] | None:
-    """Return stamps of all files in a folder, by paths; None for too many files, or an unreadable file."""
-    found = [*islice(_files_below(root), _MOST_FILES + 1)]
-    if len(found) > _MOST_FILES:
-        return None
+def _files_of(root: Path) -> _Files | None:
+    """Return stamps of all files in a folder.
+
+    None for too many files, a linked folder or an unreadable file, and for names that JSON cannot have.
+    """
+    found: _Files = {}
     try:
-        return {str(path.relative_to(root)): Stamp.of(path.stat()) for path in found}
-    except OSError:  # a link to a missing file
+        for path in islice(_files_below(root), _MOST_FILES + 1):
+            str(path).encode()
+            own = path.stat()
+            found[str(path.relative_to(root))] = (*Stamp.of(own), own.st_ctime_ns)
+    except (OSError, UnicodeEncodeError):
         return None
+    return found if len(found) <= _MOST_FILES else None
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    for folder, _, names in os.walk(root):
-        yield from (Path(folder, name) for name in sorted(names))
+    for folder, below, names in os.walk(root):
+        if linked := [name for name in below if Path(folder, name).is_symlink()]:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), linked[0])
+        yield from (Path(folder, name) for name in names)
