@@ -185,7 +185,8 @@ def in_transformers(
     for entry in architecture.listed:
         values = metadata.get(entry.key)
         layers = record["num_hidden_layers"]
-        if not isinstance(values, list) or len(values) != layers:
+        has_each = isinstance(values, list) and len(values) == layers
+        if not has_each or not all(isinstance(one, int | float) for one in values):
             raise DataError(
                 f"{tensors.name}: {entry.key} is no list of {layers} numbers, one of each layer"
             )
