@@ -110,9 +110,10 @@ class TransformersReader(TextReader):
 
     @property
     def output(self) -> Output:
-        name = type(self.model).__name__
+        model: Any = self.model
+        name = type(model).__name__
         # Some classes with a head are named like bare models, such as GPT2LMHeadModel.
-        has_table = self.model.get_output_embeddings() is not None
+        has_table = model.get_output_embeddings() is not None
         if name.endswith(("Model", "Encoder")) and not has_table:
             return "hidden states"
         if name.endswith("QuestionAnswering"):
