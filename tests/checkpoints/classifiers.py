@@ -18,7 +18,7 @@ _SIZES = {"vocab_size": 440, "max_position_embeddings": 80}
 
 
 class Kind(NamedTuple):
-    """A class before "ForSequenceClassification", with the maker of its tokenizer's files."""
+    """A class before "For", with the maker of its tokenizer's files."""
 
     tiny: str  # name of the tiny model
     tokens: Callable[[Path], None]
@@ -53,15 +53,15 @@ KINDS = {
 }
 
 
-def classifier(name: str, folder: Path, **changes: Any) -> Any:
-    """A tiny model for sequence classification in float64, saved in a folder with its tokenizer."""
+def classifier(name: str, folder: Path, task: str = "SequenceClassification", **changes: Any) -> Any:
+    """A tiny model with the head of a task in float64, saved in a folder with its tokenizer."""
     import transformers  # heavy, and only needed here
 
     kind = KINDS[name]
     folder.mkdir(exist_ok=True)
     kind.tokens(folder)
     configure(folder, **kind.options)
-    of_class = getattr(transformers, f"{name}ForSequenceClassification")
+    of_class = getattr(transformers, f"{name}For{task}")
 
     def make() -> Any:
         settings = {**TINY[kind.tiny].settings, **_SIZES, "id2label": LABELS, **kind.settings, **changes}

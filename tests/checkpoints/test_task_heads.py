@@ -14,7 +14,8 @@ from checkpoints.oracle import changed, has_experts, in_float64, saved
 from checkpoints.runs import NOT_SAVED, RUNS, TOLERANCE, some
 from checkpoints.tiny_models import TINY
 from triptych.core.checkpoints.source import Source
-from triptych.errors import ConfigurationWarning, UsageError
+from triptych.core.models.storage import read_own_model
+from triptych.errors import ConfigurationWarning, TriptychError, UsageError
 
 transformers = pytest.importorskip("transformers")
 modeling_auto = pytest.importorskip("transformers.models.auto.modeling_auto")
@@ -237,6 +238,40 @@ def test_a_head_of_choices_has_the_activation_of_its_configuration(tmp_path: Pat
     found = triptych.load(tmp_path).run(_IDS).class_logits
     assert found is not None
     assert (found - expected.reshape(-1)).abs().max() < 1e-10
+
+
+# A class for each choice of the rows that a head reads, and for norms and activations of its maps.
+_WRITTEN = (
+    *(f"{model}ForSequenceClassification" for model in ("Bert", "Qwen2", "Bart", "EuroBert", "ModernBert")),
+    *("BertForTokenClassification", "BertForQuestionAnswering", "T5GemmaForSequenceClassification"),
+    *("BertForPreTraining", "GPT2DoubleHeadsModel"),
+)
+
+
+@pytest.mark.parametrize("name", some(_WRITTEN, ("ModernBertForSequenceClassification", *_WRITTEN[-2:])))
+def test_a_model_with_a_head_is_written_as_a_run_with_it(name: str, tmp_path: Path) -> None:
+    if name in _TWO_HEADS:
+        saved(getattr(transformers, name), TINY[_TWO_HEADS[name][0]].configured, tmp_path / "in")
+    else:
+        _made(name, tmp_path / "in")
+    module = triptych.load(tmp_path / "in").reader.model
+    triptych.load(module).save(tmp_path / "out")
+    again = read_own_model(tmp_path / "out")
+    assert again.architecture == module.architecture
+    before = module.state_dict()
+    after = again.state_dict()
+    assert after.keys() == before.keys()
+    assert any(key.startswith(("task.", "second.", "decoder.task.")) for key in after)
+    assert all(torch.equal(after[key], before[key]) for key in after)
+
+
+def test_numbers_that_overflow_in_the_second_head_are_told_of_it(tmp_path: Path) -> None:
+    model = saved(transformers.BertForPreTraining, TINY["bert"].configured, tmp_path)
+    with in_float64(), torch.no_grad():
+        read = model.bert(torch.tensor([_IDS])).pooler_output
+    changed(tmp_path, {"cls.seq_relationship.weight": 1.7e308 * read.sign().repeat(2, 1)})
+    with pytest.raises(TriptychError, match="the head of the model computed numbers that are not finite"):
+        triptych.load(tmp_path).run(_IDS)
 
 
 def test_a_changed_pair_changes_the_logits_of_both_heads_and_one_head_has_none(tmp_path: Path) -> None:

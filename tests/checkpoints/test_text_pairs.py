@@ -21,12 +21,14 @@ OTHER = ("The dog", "the lazy fox. Don't you?")
 
 
 def theirs(model: Any, folder: Path, pair: tuple[str, str]) -> tuple[list[int], torch.Tensor]:
-    """The token ids and the logits of a pair."""
+    """The token ids and the logits of a pair, those of the last head."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     given = tokenizer(*pair, return_tensors="pt")
     given.pop("attention_mask")
     with in_float64(), torch.no_grad():
-        return given["input_ids"][0].tolist(), model(**given)["logits"][0]
+        found = model(**given)
+    *_, last = (found[key] for key in found if key.endswith("logits"))
+    return given["input_ids"][0].tolist(), last[0]
 
 
 @pytest.mark.parametrize("name", some(KINDS, ("Bert", "Roberta", "DebertaV2", "Bart")))
@@ -41,6 +43,16 @@ def test_a_pair_of_texts_has_the_tokens_and_logits_of_transformers(name: str, tm
         assert (run.logits - logits).abs().max() < 1e-10
         assert run.second is not None
     assert alone.second is None
+
+
+@pytest.mark.parametrize("name", ["Bert", "Albert"])
+def test_the_second_head_of_two_has_the_logits_of_transformers_for_pairs(name: str, tmp_path: Path) -> None:
+    model = classifier(name, tmp_path, "PreTraining")
+    for run, pair in zip(triptych.load(tmp_path).run([PAIR, OTHER]), (PAIR, OTHER), strict=True):
+        ids, logits = theirs(model, tmp_path, pair)
+        assert list(run.ids) == ids
+        assert run.class_logits is not None
+        assert (run.class_logits - logits).abs().max() < 1e-10
 
 
 def test_the_types_of_a_pairs_tokens_are_read(tmp_path: Path) -> None:

@@ -477,13 +477,15 @@ def test_a_run_is_written_for_llama_cpp(
     assert_same_in_llama_cpp(model, tmp_path / "run.gguf", _TOLERANCE)
 
 
+@pytest.mark.parametrize("name", some(("llama", "gpt_oss", "granitemoe"), ("llama",)))
 @pytest.mark.parametrize(
     "step", ["fold_norm", MergeKVHeads(num_kv_heads=1, bounded=True)], ids=["fold", "merge"]
 )
 def test_a_rewritten_checkpoint_runs_in_llama_cpp(
-    step: Any, tokenizer: PretrainedTokenizer, tmp_path: Path
+    name: str, step: Any, tokenizer: PretrainedTokenizer, tmp_path: Path
 ) -> None:
-    folder = folder_of(tmp_path / "folder", tokenizer, "llama", tie_word_embeddings=False)
+    changes = {**FAMILIES[name], "tie_word_embeddings": False}
+    folder = folder_of(tmp_path / "folder", tokenizer, name, **changes)
     triptych.load(folder, device="cpu").rewrite(step).save(tmp_path / "new")
     model = triptych.load(tmp_path / "new", device="cpu")
     model.convert(tmp_path / "new.gguf", "gguf")
@@ -660,7 +662,7 @@ def test_a_file_on_the_hub_is_named_with_its_repository(
 def changed(file: Path, target: Path, **metadata: Any) -> Path:
     """A copy of a file with other metadata; None leaves a key out."""
     reader = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(target, "llama")
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key in metadata or key == "general.architecture":
             continue
@@ -669,6 +671,8 @@ def changed(file: Path, target: Path, **metadata: Any) -> Path:
     for key, value in metadata.items():
         if isinstance(value, int):
             writer.add_uint32(key, value)
+        elif isinstance(value, list):
+            writer.add_array(key, value)
         elif value is not None:
             writer.add_string(key, value)
     for tensor in reader.tensors:
@@ -698,6 +702,16 @@ def test_metadata_that_contradict_each_other_are_refused(
     with pytest.raises((DataError, UsageError), match=said) as error:
         assert triptych.load(odd).layers
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("values", [["a", "b"], [0.5], [0.5, 0.5, 0.5], None])
+def test_a_list_without_a_number_of_each_layer_is_refused(
+    values: Any, tokenizer: PretrainedTokenizer, tmp_path: Path
+) -> None:
+    file = written(tmp_path, tokenizer, "apertus")
+    odd = changed(file, tmp_path / "b.gguf", **{"xielu.alpha_p": values})
+    with pytest.raises(DataError, match=r"xielu\.alpha_p is no list of 2 numbers, one of each layer"):
+        assert triptych.load(odd).layers
 
 
 def test_a_key_that_nothing_follows_is_named(tokenizer: PretrainedTokenizer, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """The loss of a model on a text, window by window, against the plain sum."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,18 +53,23 @@ def test_every_token_but_the_first_is_predicted_once_from_its_window(context: in
     torch.testing.assert_close(found, torch.stack(expected))
 
 
-@pytest.mark.parametrize("with_head", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["head", "head with a cap", "no head"])
 def test_losses_in_pieces_are_those_of_all_logits_at_once(
-    with_head: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head = model(30).float().head if with_head else None
-    rows = torch.randn(23, 16 if with_head else 30, generator=torch.Generator().manual_seed(2))
+    head = None if kind == "no head" else model(30).to(dtype).head
+    if head is not None and kind == "head with a cap":
+        head.config = replace(head.config, soft_cap=2.0)
+    width = 30 if head is None else 16
+    rows = torch.randn(23, width, generator=torch.Generator().manual_seed(2)).to(dtype)
     targets = torch.randint(0, 30, (23,), generator=torch.Generator().manual_seed(3))
     checked = list[torch.Tensor]()
     monkeypatch.setattr(token_nats, "_LOGITS_AT_A_TIME", 150)
     monkeypatch.setattr(token_nats, "_MIN_ROWS", 4)
     found = token_nats.nats_of(targets, rows, head, checked.append)
-    logits = rows if head is None else head(rows)
+    logits = (rows if head is None else head(rows)).float()
+    assert kind != "head with a cap" or logits.abs().max() <= 2
     torch.testing.assert_close(found, torch.nn.functional.cross_entropy(logits, targets, reduction="none"))
     torch.testing.assert_close(torch.cat(checked), logits.logsumexp(dim=-1))
     assert [len(part) for part in checked] == [5, 5, 5, 5, 3]

@@ -332,6 +332,27 @@ def test_a_head_that_is_off_is_named_and_the_model_is_near(gpt2: Path, tmp_path:
     assert {heads[head].verdict for head in (0, 2, 3)} == {"same function"}
 
 
+@pytest.mark.parametrize("name", ["BertForPreTraining", "GPT2DoubleHeadsModel"])
+def test_the_second_head_of_a_model_is_compared(name: str, tmp_path: Path) -> None:
+    kind = "bert" if "Bert" in name else "gpt2"
+    torch.manual_seed(0)
+    model = getattr(transformers, name)(TINY[kind].configured())
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "a")
+    rewritten(tmp_path / "a", tmp_path / "b", FoldValueBias())
+    found = difference(tmp_path / "a", tmp_path / "b")
+    assert (found.verdict, found.reasons) == ("same function", ())
+    (weight,) = (
+        own
+        for own in tensors_of(tmp_path / "a")
+        if own.endswith(("seq_relationship.weight", "multiple_choice_head.summary.weight"))
+    )
+    found = difference(tmp_path / "b", changed(tmp_path / "b", tmp_path / "c", moved(weight, 4)))
+    assert found.verdict == "near"
+    assert any("second.maps" in reason for reason in found.reasons), found.reasons
+
+
 def test_models_of_other_depths_or_unrelated_weights_are_different(llama: Path, tmp_path: Path) -> None:
     deeper = TINY["llama"].configured(num_hidden_layers=3)
     transformers.LlamaForCausalLM(deeper).save_pretrained(tmp_path / "deeper")

@@ -159,22 +159,32 @@ def test_an_encoder_decoder_puts_out_what_transformers_does(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "read_as"),
-    [("llama", "LlamaForCausalLM"), ("bert", "BertForMaskedLM"), ("bert, classes", "BertModel")],
+    ("name", "read_as", "output"),
+    [
+        ("llama", "LlamaForCausalLM", "tokens"),
+        ("bert", "BertForMaskedLM", "tokens"),
+        ("bert, classes", "BertModel", "hidden states"),
+        ("gpt2", "GPT2LMHeadModel", "tokens"),
+    ],
 )
-def test_without_a_named_class_the_head_in_the_files_is_read(name: str, read_as: str, tmp_path: Path) -> None:
+def test_without_a_named_class_the_head_in_the_files_is_read(
+    name: str, read_as: str, output: str, tmp_path: Path
+) -> None:
     sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 32}
     bert = transformers.BertConfig(**sizes, vocab_size=40)
+    gpt2 = transformers.GPT2Config(n_embd=16, n_head=2, n_layer=1, vocab_size=40, tie_word_embeddings=False)
     made = {
         "llama": lambda: small_llama(tmp_path / name),
         "bert": lambda: save_model(tmp_path / name, bert, model="BertForMaskedLM"),
         "bert, classes": lambda: save_model(tmp_path / name, bert, model="BertForSequenceClassification"),
+        "gpt2": lambda: save_model(tmp_path / name, gpt2, model="GPT2LMHeadModel"),
     }
     folder = made[name]()
     set_fields(folder / "config.json", architectures=None)
     model = open_text_reader(folder)
     assert isinstance(model, TransformersReader)
     assert type(model.model).__name__ == read_as
+    assert model.output == output
 
 
 def test_an_exact_fold_into_the_output_table_needs_no_named_class(tmp_path: Path) -> None:

@@ -96,9 +96,8 @@ class ExpertsConfig:
     normalised: bool = False
     min_sum: float = 0.0  # lower bound of that sum
     scale: float = 1.0  # factor of the weights
-    scale_input: bool = (
-        False  # True if the weights multiply inputs of experts instead of outputs
-    )
+    # True if the weights multiply inputs of experts instead of outputs
+    scale_input: bool = False
     router_bias: bool = False  # True for a bias b_r
     # True for a stored correction per expert, added to scores for the choice but not for the weights
     correction: bool = False

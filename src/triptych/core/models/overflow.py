@@ -108,8 +108,9 @@ def _parts(model: EncoderDecoder | LanguageModel) -> Iterator[tuple[str, nn.Modu
         yield "the last norm", stack.final_norm
         if stack.head is not None:
             yield "the output table", stack.head
-        if stack.task is not None:
-            yield "the head", stack.task
+        for task_head in (stack.task, stack.second):
+            if task_head is not None:
+                yield "the head", task_head
 
 
 def _tensors_of(result: Any) -> Iterator[Tensor]:

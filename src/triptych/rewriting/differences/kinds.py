@@ -65,7 +65,11 @@ _OF_LAYERS = ("blocks", "encoder.blocks", "decoder.blocks")
 # Ends of the names of fields for stored tensors; layers have further fields.
 _LEARNED = ("_weight", "_bias")
 # Words for heads by the names of their settings.
-_HEADS = {"head": "one that predicts tokens", "task": "one for a task"}
+_HEADS = {
+    "head": "one that predicts tokens",
+    "task": "one for a task",
+    "second": "a second one, for a task",
+}
 _BLOCK = re.compile(r"(?:(encoder|decoder)\.)?blocks\.(\d+)\.")
 
 

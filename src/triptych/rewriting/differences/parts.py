@@ -51,6 +51,8 @@ from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side, Sta
 from triptych.rewriting.differences.turning import Turn, allows_turn, find_turn
 
 _ROWS_AT_A_TIME = 8192
+# Modules of a stack after its blocks that are compared tensor by tensor.
+_OTHERS = ("task", "second", "inputs", "streams")
 
 
 @final
@@ -374,6 +376,7 @@ class StackComparison:
         folds = all(
             made.head is not None
             and made.task is None
+            and made.second is None
             and (made.head.transform or not made.head.activation)
             for made in self.made
         )
@@ -389,13 +392,8 @@ class StackComparison:
             found.reasons.append("one model predicts tokens and the other does not")
         rest = []
         for side, (own, _, prefix) in enumerate(self.sides):
-            names = [
-                name
-                for name in own.names
-                if name.startswith(
-                    (f"{prefix}task.", f"{prefix}inputs.", f"{prefix}streams.")
-                )
-            ]
+            others = tuple(f"{prefix}{name}." for name in _OTHERS)
+            names = [name for name in own.names if name.startswith(others)]
             self._compared[side].update(names)
             rest.append({name.removeprefix(prefix): own.read(name) for name in names})
         found.reasons += [f"{name} differs" for name in _different(rest[0], rest[1])]

@@ -146,11 +146,12 @@ def allows_turn(made: LanguageModelArchitecture) -> bool:
         and own.positions == "none"
         and not own.num_types
     )
-    ends = head is not None and made.task is None and made.inputs is None
+    ends = head is not None and made.task is None and made.second is None
     return bool(
         embeds
         and own.masked is None
         and ends
+        and made.inputs is None
         and _is_plain(made.final_norm)
         and all(map(_block_allows_turn, made.blocks))
     )

@@ -110,8 +110,11 @@ class TransformersReader(TextReader):
 
     @property
     def output(self) -> Output:
-        name = type(self.model).__name__
-        if name.endswith(("Model", "Encoder")):
+        model: Any = self.model
+        name = type(model).__name__
+        # Some classes with a head are named like bare models, such as GPT2LMHeadModel.
+        has_table = model.get_output_embeddings() is not None
+        if name.endswith(("Model", "Encoder")) and not has_table:
             return "hidden states"
         if name.endswith("QuestionAnswering"):
             return "numbers"

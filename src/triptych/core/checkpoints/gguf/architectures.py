@@ -65,9 +65,8 @@ class Architecture(Spec):
     square: bool = False  # True if all heads together are as wide as the model
     equal_heads: bool = False  # True if there are as many heads of keys as of queries
     gains_from_one: bool = False  # True if `transformers` stores gains of norms less 1
-    rope_factors: bool = (
-        False  # True if a tensor with a divisor for each rotary frequency is followed
-    )
+    # True if a tensor with a divisor for each rotary frequency is followed
+    rope_factors: bool = False
     # True if the metadata have mscale_all_dim of YaRN unchanged, with an mscale of 1
     plain_mscale: bool = False
     windows: bool = False  # True if the metadata list the layers with a window

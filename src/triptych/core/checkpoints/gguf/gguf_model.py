@@ -183,9 +183,11 @@ def in_transformers(
         return renamed
     lists = dict[str, Tensor]()
     for entry in architecture.listed:
-        values = metadata.get(entry.key)
+        found = metadata.get(entry.key)
+        values = found if isinstance(found, list) else []
         layers = record["num_hidden_layers"]
-        if not isinstance(values, list) or len(values) != layers:
+        are_numbers = all(isinstance(one, int | float) for one in values)
+        if len(values) != layers or not are_numbers:
             raise DataError(
                 f"{tensors.name}: {entry.key} is no list of {layers} numbers, one of each layer"
             )
