@@ -31,7 +31,7 @@ _CYRILLIC = re.compile(r"[\u0400-\u04ff]")
 # Characters that the library reads at once: its time grows with the square of a text of open quotation marks.
 _WINDOW = 4096
 # Ends that the library does not know: marks in front of a digit ("。2020年", "born. 1991 he"), marks of Khmer
-# and Greek, and marks in front of a footnote, markup or a letter ("left.[1] She", "**Yes.** No").
+# and Greek, and marks in front of a footnote or markup ("left.[1] She", "**Yes.** No").
 _MORE_ENDS = re.compile(
     r"[。！？][”’」』）]*\s*(?=\d)|[!?।॥؟۔][\"”’»)]*\s+(?=\d)|[។៕]\s+(?=\S)"
     r"|(?<=[\u0370-\u03ff\u1f00-\u1fff])[;\u037e]\s+(?=\S)"
@@ -39,7 +39,6 @@ _MORE_ENDS = re.compile(
     r"[^\W\d_]{4,}\.\s+(?=\d)"
     r"|[.!?…](?:\[\w{1,3}\])+\s+(?=\S)|[.!?…]\s+(?=\[\d{1,3}\]\s)"
     r"|(?<=[^\W\d_]{4}[.!?…])[*_]{1,3}\s+(?=\S)|[.!?…]\]\([^()\s]*\)\s+(?=\S)"
-    r"|(?<=\s)[a-zß-ÿ]+[.!?](?=[A-ZÀ-Þ][a-zß-ÿ]*\s)"
 )
 # Words that the library takes for abbreviations; in front of a number they are ("no. 5", "Art. 3"), and in
 # front of a capitalised word they are not.
