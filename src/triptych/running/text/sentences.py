@@ -304,17 +304,19 @@ def is_invisible(text: str) -> bool:
     )
 
 
-# Control characters, soft hyphens, marks of direction and the like; joiners and zero-width spaces only next
-# to letters of Europe and spaces. In other scripts and in emoji they have a meaning.
+# Control characters, soft hyphens, marks of direction and the like.
 _NOT_READ = re.compile(
-    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
-    "|(?<=[ -~\u00a0-\u052f])[\u200b-\u200d]|[\u200b-\u200d](?=[ -~\u00a0-\u052f])"
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff]"
 )
+# Joiners and zero-width spaces between letters of Europe, marks and spaces. Next to other scripts and in
+# emoji they have a meaning, also at the end of a word: "ه\u200d." in Persian, "ന്\u200d" in Malayalam.
+_EUROPEAN = "\t-\r -~\u00a0-\u052f\u1e00-\u200a\u2010-\u205f"
+_STRAY_JOINERS = re.compile(f"(?<![^{_EUROPEAN}])[\u200b-\u200d]+(?![^{_EUROPEAN}])")
 
 
 def without_invisible(text: str) -> str:
     """Return a text without the characters inside it that neither show nor change how others show."""
-    return _NOT_READ.sub("", text)
+    return _STRAY_JOINERS.sub("", _NOT_READ.sub("", text))
 
 
 # A byte order mark and a zero-width space.
