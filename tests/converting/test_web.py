@@ -110,6 +110,15 @@ def test_a_page_translates_as_python_does_greedily_and_with_a_beam(demo: Model, 
 
 
 @needs_node
+def test_characters_that_show_nothing_are_not_read_as_in_python(demo: Model, page: Path) -> None:
+    text = "Der al\u00adte\u200b Hund\u200d \u202aschläft\u202c um \ufeffhalb\x07 vier."
+    expected = demo.translate("Der alte Hund schläft um halb vier.", beam_size=4, split=False).text
+    found = ask(page, ("search", {"text": text, "beam": 4}), ("search", {"text": "\u00ad", "beam": 1}))
+    assert found[0][0]["text"] == demo.translate(text, beam_size=4, split=False).text == expected
+    assert found[1] == {"error": "text: give a text"}
+
+
+@needs_node
 @pytest.mark.slow
 def test_two_hundred_sentences_are_translated_as_python_does(demo: Model, page: Path) -> None:
     _same_texts(demo, page, 200)
@@ -419,6 +428,8 @@ OF_LANGUAGE_MODELS = [
     ["exchange(0.0, 1.3)"],
     ["without_positions()"],
     ["fold()"],
+    ["truncate(0, 3)"],
+    ["exchange(0.0, 1)"],
 ]
 
 
@@ -438,6 +449,7 @@ def test_a_switch_of_a_language_model_is_that_of_python_or_refused_by_both(name:
                 changed = change_model(changed, call)
         except TriptychError:
             assert "error" in found, calls
+            assert not re.search("undefined|NaN", found["error"]), calls
         else:
             assert _largest(found, _logits(changed, ids, None)) < 1e-3, calls
 

@@ -371,6 +371,14 @@ def test_layers_of_a_switch_are_chosen_in_one_place(tab: Page, served: Served) -
     buttons = "[...document.querySelectorAll('#switches button')]"
     ties = f"{buttons}.filter((one) => one.textContent === 'W_Q = W_K')"
     assert tab.value(f"{ties}.map((one) => one.ariaDisabled)") == ["true"]
+    nodes = tab.call("Accessibility.getFullAXTree")["nodes"]
+    names = [node["name"]["value"] for node in nodes if node.get("role", {}).get("value") == "combobox"]
+    assert "in which layers the switches act" in names
+    # The groups of another model are its own.
+    choice = "const one = document.getElementById('model'); one.value = 'gpt'"
+    tab.value(f"{choice}; one.dispatchEvent(new Event('change'))")
+    wait_for(tab, f"{where}.options.length === 2 && {SETTLED}")
+    assert tab.value(f"{where}.selectedIndex") == 0
     opened(tab, served, "#decoder.0.0&model=gpt&text=The+cat")
     assert tab.value(f"[...{where}.options].map((one) => one.text)") == ["layer 0", "every layer"]
     tab.value(f"{where}.focus()")

@@ -135,7 +135,12 @@ def test_no_sentence_crosses_a_tab_or_a_line_break_and_wrapped_lines_are_one_sen
 
 
 TEXTS = st.text(
-    st.one_of(st.characters(codec="utf-8"), st.sampled_from(" .!?…。「」\n\t1aあกА")), max_size=80
+    st.one_of(
+        st.characters(codec="utf-8"),
+        st.sampled_from(" .!?…。「」\n\t1aあกА"),
+        st.sampled_from(" .,;:\"'“”„«»‘’()（）[]*_A"),
+    ),
+    max_size=80,
 )
 
 
@@ -211,5 +216,10 @@ def test_byte_order_marks_around_a_text_are_space_that_is_kept() -> None:
 
 def test_characters_that_show_nothing_are_not_read_but_joiners_are_where_they_join() -> None:
     assert without_invisible("\u200fDo\u00adnau\u200d \u202atrip\u202c\x07\ufeff\u200b!") == "Donau trip!"
+    assert without_invisible("Vi\u200bệ\u200b\u200dt —\u200bso\u200d\u202c\u200b\n\u200cb") == "Việt —so\nb"
     for kept in ("می\u200cخواهم", "क्\u200dष", "👩\u200d👩", "សួ\u200bស្តី", "a\tb\nc\u0085"):
         assert without_invisible(kept) == kept
+    # Older texts of Malayalam write a letter of its own so, Persian the first form of one, Kurdish a vowel.
+    for word in ("അവന്\u200d", "ه\u200d", "به\u200c", "क्\u200d"):
+        for text in (word, f"{word} a", f"({word}.)", f"a {word}2"):
+            assert without_invisible(text) == text

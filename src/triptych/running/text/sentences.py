@@ -31,7 +31,7 @@ _CYRILLIC = re.compile(r"[\u0400-\u04ff]")
 # Characters that the library reads at once: its time grows with the square of a text of open quotation marks.
 _WINDOW = 4096
 # Ends that the library does not know: marks in front of a digit ("。2020年", "born. 1991 he"), marks of Khmer
-# and Greek, and marks in front of a footnote, markup or a letter ("left.[1] She", "**Yes.** No").
+# and Greek, and marks in front of a footnote or markup ("left.[1] She", "**Yes.** No").
 _MORE_ENDS = re.compile(
     r"[。！？][”’」』）]*\s*(?=\d)|[!?।॥؟۔][\"”’»)]*\s+(?=\d)|[។៕]\s+(?=\S)"
     r"|(?<=[\u0370-\u03ff\u1f00-\u1fff])[;\u037e]\s+(?=\S)"
@@ -39,7 +39,6 @@ _MORE_ENDS = re.compile(
     r"[^\W\d_]{4,}\.\s+(?=\d)"
     r"|[.!?…](?:\[\w{1,3}\])+\s+(?=\S)|[.!?…]\s+(?=\[\d{1,3}\]\s)"
     r"|(?<=[^\W\d_]{4}[.!?…])[*_]{1,3}\s+(?=\S)|[.!?…]\]\([^()\s]*\)\s+(?=\S)"
-    r"|(?<=\s)[a-zß-ÿ]+[.!?](?=[A-ZÀ-Þ][a-zß-ÿ]*\s)"
 )
 # Words that the library takes for abbreviations; in front of a number they are ("no. 5", "Art. 3"), and in
 # front of a capitalised word they are not.
@@ -305,17 +304,19 @@ def is_invisible(text: str) -> bool:
     )
 
 
-# Control characters, soft hyphens, marks of direction and the like; joiners and zero-width spaces only next
-# to letters of Europe and spaces. In other scripts and in emoji they have a meaning.
+# Control characters, soft hyphens, marks of direction and the like.
 _NOT_READ = re.compile(
-    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]"
-    "|(?<=[ -~\u00a0-\u052f])[\u200b-\u200d]|[\u200b-\u200d](?=[ -~\u00a0-\u052f])"
+    "[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff]"
 )
+# Joiners and zero-width spaces between letters of Europe, marks and spaces. Next to other scripts and in
+# emoji they have a meaning, also at the end of a word: "ه\u200d." in Persian, "ന്\u200d" in Malayalam.
+_EUROPEAN = "\t-\r -~\u00a0-\u052f\u1e00-\u200a\u2010-\u205f"
+_STRAY_JOINERS = re.compile(f"(?<![^{_EUROPEAN}])[\u200b-\u200d]+(?![^{_EUROPEAN}])")
 
 
 def without_invisible(text: str) -> str:
     """Return a text without the characters inside it that neither show nor change how others show."""
-    return _NOT_READ.sub("", text)
+    return _STRAY_JOINERS.sub("", _NOT_READ.sub("", text))
 
 
 # A byte order mark and a zero-width space.

@@ -64,7 +64,7 @@ class Answers {
     return this.remembered(JSON.stringify(["search", text, calls, beam, best, count]), () => {
       const { search, source } = this.record;
       const model = this.changed(calls);
-      const given = source ? this.encodedSource(text) : this.encoded(text, "").ids;
+      const given = source ? this.encodedSource(withoutInvisible(text)) : this.encoded(text, "").ids;
       const room = search.positions === null ? Infinity : search.positions - (source ? 1 : given.length - 1);
       const limit = Math.min(source ? given.length - 1 + search.max_extra_tokens : count, room);
       const options = source ? { alpha: search.alpha, full: search.full } : { alpha: 0, full: true };
@@ -266,6 +266,10 @@ class Answers {
 
 // Words
 
+// What a translator does not read: characters that do not show, and joiners between letters of Europe, marks and spaces
+const NOT_READ = /[\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f\u00ad\u061c\u200e\u200f\u202a-\u202e\u2060-\u2064\u2066-\u206f\ufeff]/g;
+const STRAY_JOINERS = /(?<![^\t-\r -~\u00a0-\u052f\u1e00-\u200a\u2010-\u205f])[\u200b-\u200d]+(?![^\t-\r -~\u00a0-\u052f\u1e00-\u200a\u2010-\u205f])/g;
+const withoutInvisible = (text) => text.replace(NOT_READ, "").replace(STRAY_JOINERS, "");
 // Scripts without spaces between words: a character of them is a word.
 const UNSPACED = /^[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f\ua980-\ua9df\uaa60-\uaadf\u2e80-\u2fdf\u3005-\u3007\u3021-\u3029\u3031-\u303b\u3040-\u312f\u31a0-\u31bf\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\uff66-\uff9f\u{20000}-\u{3fffd}]/u;
 const charactersOf = (bytes) => [...new TextDecoder("utf-8", { ignoreBOM: true }).decode(Uint8Array.from(bytes))];

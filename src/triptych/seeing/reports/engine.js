@@ -319,10 +319,10 @@ const engine = (() => {
       return found;
     }
     // "cross.0.2": layer cross.0 and head 2
-    place(name) {
+    place(name = "") {
       const [, layer, head] = name.match(/^(.*)\.(\d+)$/) ?? [null, name];
       const found = this.layer(layer);
-      if (head >= found.W_Q.length) throw new Error(`there is no head ${name}: layer ${layer} has heads 0 to ${found.W_Q.length - 1}`);
+      if (!(head < found.W_Q.length)) throw new Error(`there is no head ${name}: layer ${layer} has heads 0 to ${found.W_Q.length - 1}`);
       return [found, Number(head)];
     }
 

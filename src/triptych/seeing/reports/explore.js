@@ -149,7 +149,6 @@ class Explorer {
     this.text = rest.get("text") || (recorded?.text || this.models[0].example || TEXTS[this.isTranslator ? "translate" : "generate"]);
     this.target = rest.get("target") ?? "";
     this.changes = [...new Set(rest.getAll("if"))];
-    this.group = null;
     byId("text").value = this.text;
     this.showModel();
   }
@@ -165,6 +164,7 @@ class Explorer {
 
   showModel() {
     const { layers } = this.model;
+    this.group = null;
     const [first] = layers;
     byId("about").textContent = `${layers.length} attention layers × ${first.heads} heads, d_model ${first.d_model}, d_k ${first.d_k}${first.between.length ? `; ${first.between.join(", ")}` : ""}`;
     document.querySelector("h1").textContent = document.title = this.model.name;
@@ -387,7 +387,7 @@ class Explorer {
     const panel = (title, ...parts) => make("div", { role: "group", "aria-label": title }, make("h3", {}, title), ...parts);
     const groups = this.groupsOfLayers();
     this.group = Math.min(this.group ?? Math.max(0, this.groupOfChanges(groups)), groups.length - 1);
-    const where = make("select", { id: "where" }, ...groups.map(({ name }, i) => make("option", { value: i }, name)));
+    const where = make("select", { id: "where", "aria-label": "in which layers the switches act" }, ...groups.map(({ name }, i) => make("option", { value: i }, name)));
     where.value = this.group;
     const switches = [
       ...(head === null ? [] : [panel(`Head ${layer}.${head}`, ...this.switchesOfHead().map(button), ...this.ranks(about, `${layer}.${head}`), ...this.others(about, `${layer}.${head}`))]),
