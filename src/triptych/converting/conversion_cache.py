@@ -32,7 +32,7 @@ def in_cache(
 ) -> Path | None:
     """Return a folder in the cache folder, written if it is missing; None if it cannot be written there.
 
-    Of folders whose names differ after the last hyphen, the `most` newest stay.
+    The `most` newest folders with the same name before the last hyphen stay.
     """
     folder = find_cache_folder()
     if folder is None:
@@ -52,7 +52,7 @@ def in_cache(
 
 
 def _remove_older(place: Path, most: int) -> None:
-    """Remove the oldest folders whose names differ after the last hyphen."""
+    """Remove the oldest folders with the same name before the last hyphen."""
     alike = place.parent.glob(f"{place.name.rpartition('-')[0]}-*")
     newest = sorted(alike, key=lambda folder: folder.stat().st_mtime, reverse=True)
     for folder in newest[most:]:

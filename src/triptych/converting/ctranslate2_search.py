@@ -154,7 +154,7 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
         return own
 
     def reading_ahead(self) -> "CTranslate2Searcher":
-        """Return a decoder that prepares a group while CTranslate2 searches the group in front of it."""
+        """Return a decoder for groups at hand: the next group is prepared during the search of a group."""
         own = copy(self)
         own._most_waiting = 1
         return own

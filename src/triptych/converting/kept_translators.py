@@ -48,8 +48,8 @@ _MOST_FILES = 1000  # a folder with more files is opened each time
 _MOST_KEPT = 16
 # Device files of GPUs: torch may take such a GPU, and finds it only after its import.
 _GPUS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/kfd", "/dev/dxg")
-# Stamps of files, each with the time at which its status last changed, by paths below a folder. A program
-# that unpacks an archive can set the other times.
+# Stamps of files by paths below a folder. The time of the last change of the status is part of a stamp:
+# programs to unpack archives can set the other times.
 _Files = dict[str, tuple[int, ...]]
 
 
@@ -80,7 +80,7 @@ class KeptTranslator:
         """Prepare for a command's options.
 
         `search` are arguments of `DecodingConfig.search_options`. `opening` are arguments of `load`, and
-        further options that change the model: with one of these, no translator is kept.
+        further options to change the model. No translator is kept for a changed model.
         """
         self._source = source
         self._opening = opening
@@ -108,7 +108,7 @@ class KeptTranslator:
             place = self._folder / _RECORD
             record = validated(_Record, read_json(place), place)
             tokenizers = TokenizerPair.load(self._folder)
-            # After the reading: another process may have replaced the folder for a newer source.
+            # Checked last: another process may have replaced the folder for a newer source.
             if record.files != _files_of(record.root):
                 return None
             given = {**self._search, "stop": self._search.get("stop") or "full"}
@@ -143,7 +143,7 @@ class KeptTranslator:
         )
 
     def keep(self, opened: "Opened", translator: Translator) -> None:
-        """Keep the translator that was made of the opened source after `find` returned None."""
+        """Keep the translator of the opened source after `find` returned None."""
         decoder = translator.decoder
         root = opened.source.found
         if (
@@ -156,7 +156,7 @@ class KeptTranslator:
             return
         root = root.resolve()
         files = _files_of(root)
-        # The demo has no path of its name, and no files from before.
+        # The demo's name is no path, and its files were not read before.
         if files is None or (Path(self._source).exists() and files != self._before):
             return
         if _warns(opened):

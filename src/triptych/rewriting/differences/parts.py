@@ -51,7 +51,7 @@ from triptych.rewriting.differences.sides import AttentionPlace, Pair, Side, Sta
 from triptych.rewriting.differences.turning import Turn, allows_turn, find_turn
 
 _ROWS_AT_A_TIME = 8192
-# Modules of a stack after its blocks that are compared tensor by tensor.
+# Modules of a stack after its blocks, compared tensor by tensor.
 _OTHERS = ("task", "second", "inputs", "streams")
 
 

@@ -256,7 +256,7 @@ class Translator:
         return own
 
     def reading_ahead(self) -> "Translator":
-        """Return a copy whose `translate_stream` may wait for a later batch: for batches that are there."""
+        """Return a copy with a `translate_stream` for batches at hand: it may wait for a later batch."""
         own = copy(self)
         own.decoder = self.decoder.reading_ahead()
         return own
