@@ -23,7 +23,7 @@ def modules_of_names(path: Path) -> Mapping[str, str]:
 def finder(package: str, path: str) -> Callable[[str], Any]:
     """Return `__getattr__` of a package whose file at `path` lists names as imports.
 
-    No module of the package may have a listed name: its import would put the module in the name's place.
+    No module of the package may have a listed name: its import would replace the name by the module.
     """
     modules: Mapping[str, str] = {}
 

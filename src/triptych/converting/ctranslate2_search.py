@@ -114,8 +114,8 @@ class CTranslate2Searcher(Decoder[SearchOptions]):
     library = "ctranslate2"
 
     # If a hypothesis reaches the length limit, its sentence is searched again by triptych in fp32, on the
-    # CPU: CTranslate2 cuts such outputs off without an end of sentence, and gives no score of the part within
-    # the limit. A greedy output without scores is that part.
+    # CPU: CTranslate2 cuts such outputs off without an end of sentence, and scores them beyond the limit.
+    # A greedy output without scores is only cut to the limit.
 
     def __init__(
         self,

@@ -156,7 +156,7 @@ class KeptTranslator:
             return
         root = root.resolve()
         files = _files_of(root)
-        # The demo's name is no path, and its files were not read before.
+        # Files of the demo, whose name differs from its path, were not read before.
         if files is None or (Path(self._source).exists() and files != self._before):
             return
         if _warns(opened):

@@ -84,7 +84,7 @@ def compare_outputs(
     for window in windows:
         one = original.outputs(window)
         other = rewritten.outputs(window)
-        # The comparison needs several copies of the rows in float64.
+        # The comparison converts the rows to float64 several times.
         step = max(1, _NUMBERS_AT_A_TIME // max(1, one.shape[-1]))
         apart = 0.0
         for start in range(0, len(one), step):

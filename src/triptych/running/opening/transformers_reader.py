@@ -270,7 +270,7 @@ class TransformersReader(TextReader):
 
 
 def _class_named(name: str) -> Any:
-    """Return a class of `transformers`, `AutoModel` if there is no class of this name."""
+    """Return a class of `transformers`, `AutoModel` for unknown names."""
     import transformers
 
     found = getattr(transformers, name, None)
