@@ -220,11 +220,11 @@ def test_of_two_heads_each_gives_its_logits(name: str, tmp_path: Path) -> None:
     first, second = [found[key].squeeze(0) for key in found if key.endswith("logits")]
     run = triptych.load(tmp_path).run(_IDS)
     assert (run.logits - first.squeeze(0)).abs().max() < 1e-10
-    assert run.class_logits is not None
-    assert run.class_logits.shape == second.squeeze(0).reshape(-1).shape
-    assert (run.class_logits - second.reshape(-1)).abs().max() < 1e-10
-    assert run.class_labels is not None
-    assert len(run.class_labels) == len(run.class_logits)
+    assert run.second_logits is not None
+    assert run.second_logits.shape == second.squeeze(0).reshape(-1).shape
+    assert (run.second_logits - second.reshape(-1)).abs().max() < 1e-10
+    assert run.second_labels is not None
+    assert len(run.second_labels) == len(run.second_logits)
     assert run.labels is None
 
 
@@ -235,7 +235,7 @@ def test_a_head_of_choices_has_the_activation_of_its_configuration(tmp_path: Pat
     model = saved(transformers.GPT2DoubleHeadsModel, configure, tmp_path)
     with in_float64(), torch.no_grad():
         expected = model(torch.tensor([[_IDS]])).mc_logits
-    found = triptych.load(tmp_path).run(_IDS).class_logits
+    found = triptych.load(tmp_path).run(_IDS).second_logits
     assert found is not None
     assert (found - expected.reshape(-1)).abs().max() < 1e-10
 
@@ -279,10 +279,10 @@ def test_a_changed_pair_changes_the_logits_of_both_heads_and_one_head_has_none(t
     model = triptych.load(tmp_path / "two")
     before = model.run(_IDS)
     after = model.ablate(["0.1"]).run(_IDS)
-    assert before.class_labels == ("next", "random")
-    assert not torch.equal(after.class_logits, before.class_logits)
+    assert before.second_labels == ("next", "random")
+    assert not torch.equal(after.second_logits, before.second_logits)
     model.rewrite("fold_value_bias").save(tmp_path / "out")
     again = triptych.load(tmp_path / "out").run(_IDS)
-    assert torch.allclose(again.class_logits, before.class_logits)
+    assert torch.allclose(again.second_logits, before.second_logits)
     saved(transformers.BertForMaskedLM, TINY["bert"].configured, tmp_path / "one")
-    assert triptych.load(tmp_path / "one").run(_IDS).class_logits is None
+    assert triptych.load(tmp_path / "one").run(_IDS).second_logits is None

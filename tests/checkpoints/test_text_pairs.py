@@ -21,7 +21,7 @@ OTHER = ("The dog", "the lazy fox. Don't you?")
 
 
 def theirs(model: Any, folder: Path, pair: tuple[str, str]) -> tuple[list[int], torch.Tensor]:
-    """The token ids and the logits of a pair, those of the last head."""
+    """The token ids and the logits of a pair, by the last head."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     given = tokenizer(*pair, return_tensors="pt")
     given.pop("attention_mask")
@@ -51,8 +51,8 @@ def test_the_second_head_of_two_has_the_logits_of_transformers_for_pairs(name: s
     for run, pair in zip(triptych.load(tmp_path).run([PAIR, OTHER]), (PAIR, OTHER), strict=True):
         ids, logits = theirs(model, tmp_path, pair)
         assert list(run.ids) == ids
-        assert run.class_logits is not None
-        assert (run.class_logits - logits).abs().max() < 1e-10
+        assert run.second_logits is not None
+        assert (run.second_logits - logits).abs().max() < 1e-10
 
 
 def test_the_types_of_a_pairs_tokens_are_read(tmp_path: Path) -> None:

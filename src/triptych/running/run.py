@@ -120,9 +120,9 @@ class Run:
             `[length, vocab]`. With the head of a task one for each of `labels`: `[labels]` for the text, or
             `[length, labels]` where each token has a class. Hidden states, without a head.
         labels: names of the classes (`id2label`) that the head of a task tells apart; None for other models.
-        class_logits: logits `[labels]` of the second head (next sentence, sentence order, choice) for
-            `class_labels`; None for models with a single head.
-        class_labels: names of the classes of the second head; None for models with a single head.
+        second_logits: logits `[labels]` of the second head (next sentence, sentence order, choice) for
+            `second_labels`; None for models with a single head.
+        second_labels: names of the classes of the second head; None for models with a single head.
     """
 
     def __init__(
@@ -155,10 +155,10 @@ class Run:
         )
         self.second = text.second
         self.labels = reader.labels
-        self.class_logits = reader.second_logits(
+        self.second_logits = reader.second_logits(
             recording.hidden[row, : len(text.ids)], text.ids
         )
-        self.class_labels = reader.second_labels
+        self.second_labels = reader.second_labels
         # A loss needs next-token logits; encoders do not have them.
         self._predicts = reader.predicts
 

@@ -273,6 +273,9 @@ def _stop_texts(server: Server, fields: Fields) -> tuple[str, ...]:
     """Read the stop texts; their number and length are limited, because every token searches for them."""
     stop = fields.get("stop") or []
     stops: list[str] = [stop] if isinstance(stop, str) else stop
+    most = server.limits.max_items
+    if len(stops) > most:
+        raise RequestError(400, f"stop: give at most {most:,} texts")
     server.check_texts(stops)
     return tuple(stops)
 

@@ -140,8 +140,8 @@ def what_is(path: Path) -> str:
             return f"it holds {kind.what} ({file}): {kind.remedy}"
     if (weights := next(_matching(path, _WEIGHTS), None)) is not None:
         has_config = (path / "config.json").is_file()
-        beside = "" if has_config else " with the config.json of the model next to it"
-        return f"weights are in {shown(weights.name)}: give that file{beside}"
+        config = "" if has_config else " with the config.json of the model next to it"
+        return f"weights are in {shown(weights.name)}: give that file{config}"
     if next(_matching(path, _TOKENIZERS), None) is not None:
         return "it has a tokenizer and no weights: fetch model.safetensors and config.json as well"
     if not any(path.iterdir()):
